@@ -94,7 +94,8 @@ class WorldOptions(Section):
     seed: int = 0
     """Seed of the generated world; the same seed gives the same passages and tasks on every machine."""
     shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(dict(CATEGORY_SHARES))
-    """Shares of the categories in the tasks: ``{one_hop: 0.5, two_hop: 0.5}``. They sum to 1."""
+    """Shares of the categories in the tasks: ``{one_hop: 0.5, two_hop: 0.5}``. They sum to 1. Training has fewer tasks
+    where the world has too few questions of a category: about 4,600 of three hops."""
     habits: dict[str, dict[Habit, Annotated[float, Field(ge=0)]]] = Field({})
     """How often demonstrations of a category have a habit: ``{one_hop: {good: 0.2, guess: 0.8}}``; the other categories
     keep their default."""

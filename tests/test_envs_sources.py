@@ -147,6 +147,20 @@ def task_file(folder: Path, name: str, count: int, **fields: Any) -> str:
     return str(folder / f"{name}.json")
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"shares": {"one_hop": 0.5, "two_hop": 0.4}}, "the shares sum to 0.9, expected 1"),
+        ({"shares": {"one_hops": 1.0}}, "there is no category one_hops; did you mean 'one_hop'"),
+        ({"habits": {"two_hops": {"good": 1.0}}}, "there is no category two_hops; did you mean 'two_hop'"),
+        ({"habits": {"two_hop": {"god": 1.0}}}, "god"),
+    ],
+)
+def test_wrong_shares_and_habits_of_the_world_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        opened({"source": "world", "options": options})
+
+
 def test_the_world_has_tasks_passages_and_demonstrations() -> None:
     sources = opened({"source": "world", "options": {"seed": 7}})
     world = make_world(7)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import TINY, recipe_files
-from ragr1_actors.lab.methods import method_of, method_recipes
+from ragr1_actors.lab.methods import method_recipes, recipe_methods
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 from ragr1_actors.runs.telemetry.metrics import read_metrics
@@ -54,7 +54,7 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     made: dict[str, Path] = {}
 
     def start(name: str) -> Path:
-        first = f"{method_of(name)}_start"  # of a method with several stages
+        first = f"{recipe_methods()[name]}_start"  # of a method with several stages
         name = first if first in recipe_files() else name
         config = AlgorithmConfig.from_recipe(name).freeze()
         environment = config.environment.model_dump(include={"env", "tasks", "options", "prompt"})

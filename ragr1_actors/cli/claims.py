@@ -23,12 +23,13 @@ def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship with the project, by method, and what each method claims."""
     from ragr1_actors.core.resolve import recipe_descriptions
     from ragr1_actors.lab.claim import claim_files, read_claim
-    from ragr1_actors.lab.methods import method_of
+    from ragr1_actors.lab.methods import recipe_methods
 
     claims = {method: read_claim(method).claim for method in claim_files()}
+    descriptions = recipe_descriptions()
     rows = {
-        name: {"method": method_of(name), "description": description, "claim": claims.get(method_of(name), "")}
-        for name, description in recipe_descriptions().items()
+        name: {"method": method, "description": descriptions[name], "claim": claims.get(method, "")}
+        for name, method in recipe_methods().items()
     }
     if as_json:
         print_json(rows)

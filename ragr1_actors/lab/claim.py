@@ -113,7 +113,7 @@ class Claim(Section):
     seeds: int = Field(1, ge=1)
     """Each run is made with the seeds from 0."""
     hours: float = Field(gt=0)
-    """Of all runs with all seeds, on two CPU cores."""
+    """Hours that all runs take with all seeds, on two CPU cores."""
     runs: dict[str, RunPlan] = Field(min_length=1)
     """In the order in which they are made."""
     checks: list[ClaimCheck] = Field(min_length=1)
@@ -194,7 +194,7 @@ class Verdict:
     """Mean over the seeds."""
     per_seed: tuple[float, ...]
     interval: Interval | None
-    """Of a paired difference; None for others."""
+    """95 % interval of a paired difference; None for other checks."""
     holds: bool
 
 

@@ -11,17 +11,17 @@ from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, recipe_files
 _NOT_COPIED = (CLAIM_FILE, "__init__.py", "__pycache__")
 
 
-def method_of(recipe: str) -> str:
-    """Return the method that a recipe of the project belongs to; empty if it is of none."""
-    folder = recipe_files()[recipe].parent
-    return "" if folder == RECIPES else folder.name
+def recipe_methods() -> dict[str, str]:
+    """The method of every recipe, empty for those of none: ``{"rank_r1_7b": "rank_r1", "hotpotqa_small": ""}``."""
+    folders = {name: file.parent for name, file in recipe_files().items()}
+    return {name: "" if folder == RECIPES else folder.name for name, folder in folders.items()}
 
 
 def method_recipes() -> dict[str, list[str]]:
     """The recipes of every method by its name: ``{"rank_r1": ["rank_r1", "rank_r1_7b"]}``."""
     found: dict[str, list[str]] = {}
-    for name in recipe_files():
-        if method := method_of(name):
+    for name, method in recipe_methods().items():
+        if method:
             found.setdefault(method, []).append(name)
     return dict(sorted(found.items()))
 

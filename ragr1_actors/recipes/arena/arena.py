@@ -30,7 +30,7 @@ from ragr1_actors.core.types import MALFORMED, Message
 
 BONUS = 10.0
 NUM_PASSAGES = 6
-"""Of the toy: two or three are the evidence of a comparison, the others are about other things of the same kind."""
+"""Passages that the toy shows: two or three are evidence, the others are about other things of the same kind."""
 EXACT = 0.35
 """Share of the demonstrations that cite the evidence; of the others, half miss a passage and half cite one too many."""
 _FORM = re.compile(r"\s*<relevance>[^<]*</relevance>\s*<analysis>[^<]*</analysis>\s*<answer>[^<]*</answer>\s*")

@@ -28,7 +28,7 @@ COLUMNS = {
 }
 """The second column of each table; the first is ``name``, the third ``year``."""
 MAX_STEPS = 1_000_000
-"""Of SQLite's virtual machine for one query: a join of all people with all people is stopped."""
+"""Steps of SQLite's virtual machine that one query may take: it stops a join of all people with all people."""
 NUM_EXAMPLES = 100
 FAULTS = 0.5
 """Share of the demonstrations with a fault."""

@@ -8,8 +8,8 @@ The last query is searched for the caller. ``retrieval.options``::
 
     {inner: {type: bm25, index: DIR}, num_rounds: 2, num_read: 3, model: NAME}
 
-``model`` is one of ``environment.models``; ``rule: my_module:my_rule`` stands in its place, a function of query and
-passages. The toy's rule repeats the names that the passages mention, which is what is missing from a two-hop question.
+``model`` is one of ``environment.models``. Instead of a model, ``rule: my_module:my_rule`` names a function of
+query and passages. The toy's rule repeats the names that the passages mention, which is what a two-hop question lacks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """MMOA-RAG (arXiv:2501.15228): a rewriter, a selector and a generator share one policy and the F1 of the answer.
 
-One trajectory is a pass through the pipeline; each role begins a conversation, and so a row of its own::
+One trajectory is a pass through the pipeline; each role begins a conversation, which is a row::
 
     rewriter    question                        <questions> Ana Bell\\n Bo Cole</questions>
     (retriever) ten documents, shared out over the sub-questions: 10, 5+5, 4+3+3 or 3+3+2+2

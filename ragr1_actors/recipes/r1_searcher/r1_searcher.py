@@ -27,7 +27,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
 """``R_retrieval`` and ``R_format`` of the first stage, the penalty of the second one."""
 MAX_ANSWER_WORDS = 10
-"""Of the published code: a longer answer is a fault."""
+"""Words of the longest answer that is no fault, as in the published code."""
 _TURN = re.compile(r"\s*<think>.*?</think>\s*<(search|answer)>.*</\1>\s*", re.DOTALL)
 
 INSTRUCTIONS = (
@@ -36,7 +36,7 @@ INSTRUCTIONS = (
     "{}: find the passage.",
     "Please search the passage on {} now.",
 )
-"""What the start is told to search for; the name stands in several places, so that it is copied by what it is."""
+"""Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
 HASTY = 0.5
 """Share of the answers after a search that do not think first, which is a fault."""
 NUM_ANSWERED = 20
