@@ -8,8 +8,8 @@ RAG-R1, LLaMA-Factory  ``{"instruction", "input", "output"}``; ``input`` holds t
 
 A file is a JSON list, or one object per line. The question is that of the key ``question``, or what follows "Question:"
 in the first message of the user, or all of that message. Gold answers and supporting passages are those of a task file;
-without gold answers the teacher's own counts. What the teacher retrieved is left out: its searches are asked again when
-the demonstration is played.
+without gold answers the teacher's own counts. Other fields reach the environment as ``Task.meta``. What the teacher
+retrieved is left out: its searches are asked again when the demonstration is played.
 RAG-R1 cuts every trajectory into one record per turn; those that end with a search are the beginnings of another one.
 
 Other tags are written as ours::
@@ -38,6 +38,7 @@ from envs.tasks.files import (
     Record,
     TaskReport,
     make_task,
+    meta_of,
     question_key,
     read_records,
     supporting_ids,
@@ -61,6 +62,8 @@ _TAGS = {
 _TEACHER = ("assistant", "gpt")
 _USER = ("user", "human")
 _CALL = "function_call"
+_READ_HERE = ("instruction", "input", "output", "messages", "conversations", "system", "tools")
+"""Fields of a record that are no ``Task.meta``, besides those of a task file."""
 # Each of these reads a text once, whatever is in it: files of other people may be of one line of a gigabyte.
 _QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
@@ -91,8 +94,10 @@ def load_demonstrations(
             gold = {"answer": ""}
         elif not gold:
             gold = {"answer": last.text}
-        evidence = supporting_ids(Record(plain_fields(record.fields, record.where), record.where))
-        fields = {"question": question, **gold, "supporting_ids": list(evidence)}
+        plain = plain_fields(record.fields, record.where)
+        evidence = supporting_ids(Record(plain, record.where))
+        meta = {name: value for name, value in meta_of(plain).items() if name not in _READ_HERE}
+        fields = {**meta, "question": question, **gold, "supporting_ids": list(evidence)}
         task = make_task(Record(fields, record.where), path.stem, num_records - 1, whole=False)
         place = record.where.removeprefix(f"{path}, ")
         identity = (question_key(task.question), *turns)

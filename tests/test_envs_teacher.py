@@ -113,6 +113,17 @@ def test_the_supporting_passages_of_a_record_are_kept(tmp_path: Path, fields: di
     assert loaded.tasks[0].golden_answers == tuple(fields.get("golden_answers", ["Riga"]))
 
 
+def test_other_fields_reach_the_environment(tmp_path: Path) -> None:
+    record = {"instruction": PROMPT, "input": "", "output": SEARCH + ANSWER, "id": 7, "type": "bridge"}
+    loaded, _ = load(
+        tmp_path, {**record, "candidates": ["Riga"], "system": "x"}, messages(("user", "Who?"), ("assistant", ANSWER))
+    )
+    assert [(task.task_id, dict(task.meta)) for task in loaded.tasks] == [
+        ("teacher/0", {"candidates": ["Riga"]}),
+        ("teacher/1", {}),
+    ]
+
+
 def test_a_file_is_checked_and_reported_as_a_task_file(tmp_path: Path) -> None:
     whole = messages(("user", PROMPT), ("assistant", SEARCH), ("tool", FOUND), ("assistant", ANSWER))
     beginning = {"instruction": PROMPT, "input": "", "output": SEARCH}

@@ -37,6 +37,8 @@ from ragr1_actors.core.errors import DataError, UserError, one_line, valid_unico
 from ragr1_actors.core.files import opened, write_file
 from retrieval.corpora.readers import read_passages
 
+FOLDER = Path("data/2wiki")
+"""Where the files are written."""
 MAX_YES_NO = 0.1
 """Largest share of training answers that are yes or no."""
 DEMONSTRATIONS: dict[str, QueryFormat] = {"demonstrations.json": "lines", "demonstrations_single.json": "single"}
@@ -48,10 +50,10 @@ _TEXTS, _LISTS = ("question", "answer", "type"), ("supporting_facts", "evidences
 """Keys of a training record, by what they hold."""
 
 
-def main(source: Path, target: Path = Path("data/2wiki")) -> None:
+def main(source: Path, target: Path = FOLDER) -> None:
     """Write the files, each of them whole; ``DataError`` if one of the set is missing or damaged: then none."""
-    test, corpus = _file(source, "*test*.json", "*dev*.json"), _file(source, "*corpus*.json")
-    train = read_train(_file(source, "*train*.json"))
+    test, corpus = find_file(source, "*test*.json", "*dev*.json"), find_file(source, "*corpus*.json")
+    train = read_train(find_file(source, "*train*.json"))
     needed = {title for task in load_tasks(test, whole=True).tasks for title in task.supporting_ids}
     # read to its end, as a corpus that is cut off would be copied
     evidence = [
@@ -167,8 +169,8 @@ def _counted(records: list[dict[str, Any]]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(types.items())) + f"; {num_yes_no} answers yes or no"
 
 
-def _file(folder: Path, *patterns: str) -> Path:
-    """Return the largest file of 2Wiki that fits the first pattern that any fits."""
+def find_file(folder: Path, *patterns: str) -> Path:
+    """Return the largest file of 2Wiki that fits the first pattern that any fits; ``DataError`` if there is none."""
     for pattern in patterns:
         if found := [path for path in folder.glob(pattern) if "2wiki" in path.name.lower()]:
             return max(found, key=lambda path: path.stat().st_size)

@@ -405,7 +405,7 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
         category=category,
         supporting_ids=titles,
         plan=search_rounds(question, titles, fields),
-        meta={name: value for name, value in fields.items() if name not in _NOT_META},
+        meta=meta_of(fields),
     )
     try:
         "".join((task.task_id, question, *task.golden_answers, category, *task.supporting_ids)).encode()
@@ -414,6 +414,11 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
             f"{record.where}: half a character, a lone \\ud800 escape or the like; mend the text"
         ) from error
     return task
+
+
+def meta_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that become ``Task.meta``: nothing else reads them, and they are not large."""
+    return {name: value for name, value in fields.items() if name not in _NOT_META}
 
 
 def _answers(record: Record, whole: bool) -> tuple[str, ...]:
