@@ -173,7 +173,7 @@ def read_recipe(name_or_path: str) -> Sections:
     path = known[name_or_path] if path_of(name_or_path, *known) is None else Path(name_or_path)
     if path.suffix not in RECIPE_ENDINGS:
         raise ConfigError(f"unknown recipe {name_or_path[:80]!r}{nearest(name_or_path, known)}")
-    sections = read_yaml_file(path, f"give an existing YAML file or one of: {', '.join(known)}")
+    sections = read_yaml_file(path, "give an existing YAML file or the name of a recipe; `ragr1 recipes` lists them")
     sections = {} if sections is None else sections
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
