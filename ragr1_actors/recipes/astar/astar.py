@@ -126,6 +126,6 @@ class Mazes(TaskSource):
         return [f"<answer> {task.golden_answers[0]}</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield the words of questions, and the numbers."""
-        yield from super().texts(tasks[:100])
+        """Yield the words of questions and the numbers, the same for all temperatures."""
+        yield "doors goal at"
         yield from (f" {number}" for number in range(self._options.size**2))

@@ -58,12 +58,12 @@ class Planner:
         self._options = options
         self.prior: dict[State, Probabilities] = {}  # pi_LLM
         self.seen: dict[tuple[State, Move], Counter[State]] = defaultdict(Counter)  # how often each state followed
-        self._policy: list[dict[State, Probabilities]] = [{} for _ in range(options.horizon)]  # [H], pi_h by state
+        self.policy: list[dict[State, Probabilities]] = [{} for _ in range(options.horizon)]  # [H], pi_h by state
 
     def plan(self) -> None:
         """Compute Q_h, V_h and pi_h from the last step to the first one."""
         price, after, unknown = self._options.temperature, dict.fromkeys(self.prior, 0.0), 0.0  # V_(H+1)
-        for policy in reversed(self._policy):
+        for policy in reversed(self.policy):
             values: dict[State, float] = {}
             for state, prior in self.prior.items():
                 q = {move: self._q(state, move, after, unknown) for move in prior}
@@ -82,7 +82,7 @@ class Planner:
 
     def draw(self, state: State, step: int, rng: random.Random) -> Move:
         """Return an action of pi_h, where ``step`` counts from 0; of the prior where the state was not planned for."""
-        probabilities = self._policy[step].get(state, self.prior[state])
+        probabilities = self.policy[step].get(state, self.prior[state])
         return rng.choices(list(probabilities), list(probabilities.values()))[0]
 
 
