@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
@@ -26,8 +27,8 @@ State = tuple[str, ...]
 Move = tuple[str, str]
 """A block, and where it is put: ``("B", "table")``."""
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
-NUM_EVAL_GOALS, MIN_DISTANCE = 12, 3
-"""Goals of which no training task has one, and steps that an evaluation task needs at least."""
+MIN_DISTANCE = 3
+"""Steps that an evaluation task needs at least."""
 
 _SAID = re.compile(r"\s*<answer>\s*(\w+) (\w+)\s*</answer>\s*")
 
@@ -81,23 +82,20 @@ class Blocks(TaskSource):
         super().__init__(environment, {})
         self._options = BlocksOptions.read(options, "environment.tasks: options")
 
-    @cached_property
-    def _states(self) -> list[State]:
-        states = sorted(distances((TABLE,) * len(BLOCKS)))
-        random.Random("blocks").shuffle(states)
-        return states
-
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return 12,000 training tasks, or 300 evaluation tasks with other goals."""
-        rng, is_eval = random.Random(f"blocks {split}"), split == "eval"
-        goals = self._states[:NUM_EVAL_GOALS] if is_eval else self._states[NUM_EVAL_GOALS:]
-        least = MIN_DISTANCE if is_eval else 1
-        pairs = [(state, goal) for goal in goals for state, steps in distances(goal).items() if steps >= least]
-        drawn = rng.sample(pairs, NUM_TASKS[split]) if is_eval else rng.choices(pairs, k=NUM_TASKS[split])
-        metas = [{"state": state, "goal": goal, "plan": is_eval} for state, goal in drawn]
-        texts = [shown(state, goal) for state, goal in drawn]
-        found = zip(texts, metas, strict=True)
-        return [Task(f"blocks/{split}/{number}", text, (), meta=meta) for number, (text, meta) in enumerate(found)]
+        """Return 300 evaluation tasks, or 12,000 training tasks of others, as many of each number of steps."""
+        rng, goals = random.Random("blocks"), sorted(distances((TABLE,) * len(BLOCKS)))
+        pairs = [(state, goal) for goal in goals for state in goals if state != goal]
+        far = [(state, goal) for state, goal in pairs if distances(goal)[state] >= MIN_DISTANCE]
+        drawn = rng.sample(far, NUM_TASKS["eval"])
+        if split == "train":
+            by_steps = defaultdict[int, list[tuple[State, State]]](list)
+            for state, goal in sorted(set(pairs) - set(drawn)):
+                by_steps[distances(goal)[state]].append((state, goal))
+            drawn = [rng.choice(rng.choice(list(by_steps.values()))) for _ in range(NUM_TASKS[split])]
+        metas = [{"state": state, "goal": goal, "plan": split == "eval"} for state, goal in drawn]
+        found = enumerate(zip(drawn, metas, strict=True))
+        return [Task(f"blocks/{split}/{number}", shown(*pair), (), meta=meta) for number, (pair, meta) in found]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return ``<answer> B table</answer>``."""
