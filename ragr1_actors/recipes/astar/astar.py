@@ -1,6 +1,6 @@
 """A* with a heuristic that a language model learns, and the nodes that it learns from (arXiv:2407.09985).
 
-The policy reads a maze and a node n, and says by how much the way to the goal is longer than the Manhattan distance::
+The policy reads what is between a node n and the goal. It says how much longer the way is than the Manhattan distance::
 
     h(n) = Manhattan(n, goal) + what the policy says        SFT shows it h*(n) - Manhattan(n, goal)
 
@@ -127,5 +127,5 @@ class Mazes(TaskSource):
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the words of questions and the numbers, the same for all temperatures."""
-        yield "doors goal at"
+        yield "at doors goal"
         yield from (f" {number}" for number in range(self._options.size**2))

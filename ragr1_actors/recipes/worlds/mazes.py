@@ -65,5 +65,6 @@ class Maze:
         return len(self.doors) - node[0] + abs(self.goal - node[1])
 
     def shown(self, node: Node) -> str:
-        """Return maze and cell in words: ``doors 2 0 goal 1 at 0 1``."""
-        return f"doors {' '.join(map(str, self.doors))} goal {self.goal} at {node[0]} {node[1]}"
+        """Return in words where a cell is and what lies between it and the goal: ``at 1 doors 2 0 goal 1``."""
+        ahead = "".join(f" {door}" for door in self.doors[node[0] :])
+        return f"at {node[1]} doors{ahead} goal {self.goal}"
