@@ -145,8 +145,8 @@ async def test_a_good_prior_saves_steps_and_a_doubtful_one_is_overcome() -> None
     source = Blocks(SETTINGS, {"right": 1.0})
 
     def words(asked: str) -> tuple[State, State]:
-        now, goal = (part.split()[1::2] for part in asked.split(" goal "))
-        return tuple(now), tuple(goal)
+        parts = [part.split() for part in asked.split(", ")]
+        return tuple(now for _, now, _ in parts), tuple(then for _, _, then in parts)
 
     def right(asked: str) -> str:
         state, goal = words(asked)

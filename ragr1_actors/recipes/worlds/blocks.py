@@ -1,8 +1,8 @@
 """BlocksWorld: blocks on a table or on one another. A step takes a block that nothing stands on, and puts it elsewhere.
 
-A task is a state and a goal, each as what every block stands on::
+A task is a state and a goal. In words, each block is followed by what it stands on, and by what it is to stand on::
 
-    A table B A C table D C goal A B B table C table D D        B stands on A, and is to stand below it
+    A table B, B A table, C table table, D C C        B stands on A, and is to stand on the table, below A
 """
 
 from __future__ import annotations
@@ -63,14 +63,13 @@ def distances(goal: State) -> Mapping[State, int]:
 
 def shown(state: State, goal: State) -> str:
     """Return both in words."""
-    words = [" ".join(f"{block} {under}" for block, under in zip(BLOCKS, one, strict=True)) for one in (state, goal)]
-    return " goal ".join(words)
+    return ", ".join(f"{block} {now} {then}" for block, now, then in zip(BLOCKS, state, goal, strict=True))
 
 
 class BlocksOptions(Section):
     """Options of the source."""
 
-    right: float = Field(0.6, ge=0, le=1)
+    right: float = Field(0.8, ge=0, le=1)
     """Share of the demonstrations whose move brings the goal nearer; the others are any move that is possible."""
 
 
