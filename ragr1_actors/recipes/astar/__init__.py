@@ -1,0 +1,1 @@
+"""A*: a language model learns a heuristic, from nodes that are drawn near the goal more often."""
