@@ -54,8 +54,8 @@ class InvarWorld(WorldSource):
         return [replace(one, question=reworded(one.question, rng, split), meta=meta) for one, meta in pairs]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return the answer alone: the passage is in the prompt."""
-        return super().demonstrate(task, rng)[-1:]
+        """Return the answer, with the name in the thought: the passage is in the prompt."""
+        return [super().demonstrate(task, rng)[-1].replace("<think>", f"<think> {task.plan[0][0]} ,", 1)]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the wordings too."""
