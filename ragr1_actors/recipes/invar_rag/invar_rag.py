@@ -4,7 +4,7 @@ Stage 1, ``InvarRetriever``, on questions q, each with its passage d+ and a rewr
 
     P(d | q) = softmax over d of (cos(q, d) / t)                                   d: passages of the batch
     loss     = -log P(d+ | q)  +  invariance * KL(P(. | q) || P(. | q'))        InfoNCE, and the invariance loss
-    vectors  = E + A B                                                          of words: low rank, E is frozen
+    vectors  = E + A B                                                          of words; low rank, E is frozen
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
@@ -64,7 +65,7 @@ class InvarWorld(WorldSource):
 
 def firsts(trajectory: Trajectory) -> list[str]:
     """Return the id of the first passage that the question found, and that each paraphrase did: ``["p1", "p1"]``."""
-    return [call.records[0].id if call.records else "" for call in trajectory.calls]
+    return [call.records[0].id if call.records else "" for call in trajectory.calls] or [""]
 
 
 class InvarEnv(SearchEnv):
@@ -87,7 +88,7 @@ class InvarEnv(SearchEnv):
 class InvarOptions(Section):
     """``retrieval.options``."""
 
-    invariance: float = 1.0
+    invariance: float = Field(1.0, ge=0)
     """Weight of the invariance loss; 0 is InfoNCE alone."""
     labels_rewrites: bool = False
     """Whether InfoNCE sees the rewrites as well, for comparison."""
