@@ -113,6 +113,8 @@ async def test_fixed_trajectories_have_their_rewards_and_masks(method: str) -> N
         rewards = [round(reward, 6) for reward in trajectory.turn_rewards]
         assert rewards == one.get("turn_rewards", rewards)
         assert trajectory.parent == one.get("parent", "")
+        measures = {name: pytest.approx(value, abs=1e-6) for name, value in one.get("measures", {}).items()}
+        assert {name: trajectory.metrics[name] for name in measures} == measures
 
 
 @pytest.mark.parametrize("method", list(method_recipes()))

@@ -12,26 +12,27 @@ The reward of the released recipe, 0 where a turn has no form of the above or th
     match     1 if any match found a patient with the disease; less 0.5 if the last match did not, and less 0.5 if two
               matches in a row differ by fewer than two phenotypes. If none found one: 0.2 for two sufficiently
               different matches, 0.4 for three
-    search,   cube root of the recall of the disease's words in what was looked up, and in what was answered
-    answer
+    search    cube root of the recall of the disease's words in what was looked up; answer: in what was answered
 """
 
 from __future__ import annotations
 
 import math
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.rewards import RewardContext, RewardResult
+from envs.sources import Split, TaskSource
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.types import MALFORMED, Completion, Message, StopReason, Task, ToolCall, Trajectory
+from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall, Trajectory
+from retrieval.base import Passage
 
 WEIGHTS = {"match": 0.8, "search": 0.05, "answer": 0.15}
-NUM_SIMILAR, MAX_DISEASES = 3, 5
-"""Patients that a match shows (20 in the paper), and diseases that an answer may name."""
+NUM_SIMILAR, MAX_DISEASES = 3, 5  # patients that a match shows (20 in the paper), diseases that an answer may name
 _TURN = re.compile(r"\s*<(match|search|answer)>([^<]*)</\1>\s*")
 
 
@@ -41,8 +42,7 @@ def _names(text: str) -> list[str]:
 
 def _similar(trajectory: Trajectory) -> list[tuple[set[str], bool]]:
     """Return of every match its phenotypes, and whether it found the disease."""
-    gold = trajectory.task.golden_answers[0]
-    calls = [call for call in trajectory.calls if call.tool == "match"]
+    gold, calls = trajectory.task.golden_answers[0], [call for call in trajectory.calls if call.tool == "match"]
     return [(set(call.arguments["phenotypes"]), any(one.title == gold for one in call.records)) for call in calls]
 
 
@@ -63,8 +63,7 @@ def recall(gold: str, said: Sequence[str]) -> float:
 
 async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResult:
     """Return the reward above."""
-    is_valid = all(turn.action != MALFORMED for turn in trajectory.turns)
-    if not is_valid or trajectory.stop_reason is not StopReason.ANSWERED:
+    if not trajectory.is_well_formed:
         return RewardResult(0.0)
     gold = trajectory.task.golden_answers[0]
     looked_up = [name for call in trajectory.calls if call.tool == "search" for name in call.arguments["diseases"]]
@@ -99,11 +98,53 @@ class DiagnosisEnv(TextEnv):
             return StepResult(terminated=True, action="answer", answer=(names or [""])[0])
         if not names:
             return StepResult(action=MALFORMED, truncated=not self._turns_left)
-        kind, argument = ("patient/", "phenotypes") if tool == "match" else ("disease/", "diseases")
+        kind, argument, k = ("disease/", "diseases", 1) if tool == "search" else ("patient/", "phenotypes", NUM_SIMILAR)
         asked = [", ".join(names)] if tool == "match" else names[: 2 * MAX_DISEASES]
         hits = await self._context.retriever.search(asked, 20)
-        limit = NUM_SIMILAR if tool == "match" else 1
-        found = [one for of_query in hits for one in [hit for hit in of_query if hit.id.startswith(kind)][:limit]]
+        found = [one for of_query in hits for one in [hit for hit in of_query if hit.id.startswith(kind)][:k]]
         shown = "".join(f"\n{self._context.defuse(one.text)}" for one in found) + "\n"
         call = ToolCall(tool, {argument: names}, records=tuple(found))
         return StepResult(observation=shown, action=tool, calls=(call,), truncated=not self._turns_left)
+
+
+PHENOTYPES = [a + b for a in ("fe", "ra", "co", "na", "tu", "pi", "vo") for b in ("ver", "sh", "gh", "ls", "se", "mo")]
+NAMES = [a + b for a in ("Al", "Be", "Co", "Du", "Er", "Fi", "Go", "Ha") for b in ("vor", "lis", "dan", "mex", "tia")]
+DISEASES = {name: random.Random(name).sample(PHENOTYPES, 6) for name in NAMES}
+
+
+def patient(disease: str, rng: random.Random) -> list[str]:
+    """Return four phenotypes of a disease and one of another, in any order."""
+    others = [one for one in PHENOTYPES if one not in DISEASES[disease]]
+    return rng.sample([*rng.sample(DISEASES[disease], 4), rng.choice(others)], 5)
+
+
+class Ward(TaskSource):
+    """Made-up diseases, twelve patients of each (16,371 and 177,029 in the paper), and new patients to diagnose."""
+
+    def tasks(self, split: Split) -> Sequence[Task]:
+        """Return 6,000 training tasks, or 300 others, each about a new patient."""
+        rng = random.Random(f"ward {split}")
+        drawn = rng.choices(NAMES, k=6000 if split == "train" else 300)
+        new = [(f"ward/{split}/{number}", disease, patient(disease, rng)) for number, disease in enumerate(drawn)]
+        return [Task(n, f"A patient has {', '.join(has)}.", (name,), meta={"phenotypes": has}) for n, name, has in new]
+
+    def passages(self) -> Sequence[Passage]:
+        """Return what is known of each disease, and its patients."""
+        rng, found = random.Random("patients"), []
+        for name, has in DISEASES.items():
+            told = [f"A patient with {', '.join(patient(name, rng))} had {name}." for _ in range(12)]
+            found.append(Passage(f"disease/{name}", name, f"{name} comes with {', '.join(has)}."))
+            found += [Passage(f"patient/{name}{number}", name, text) for number, text in enumerate(told)]
+        return found
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
+        """Return a match of some phenotypes, perhaps a search, and an answer that is often wrong."""
+        said = task.golden_answers[0] if rng.random() < 0.5 else rng.choice(NAMES)
+        matched = ", ".join(rng.sample(task.meta["phenotypes"], rng.randint(1, 5)))
+        turns = [f"<match> {matched}</match>"] * (rng.random() < 0.7)
+        turns += [f"<search> {said}</search>"] * (rng.random() < 0.3)
+        return [*turns, f"<answer> {said}</answer>"]
+
+    def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
+        """Yield the questions and passages."""
+        yield from (*super().texts(tasks), *(f" {one.text}" for one in self.passages()))

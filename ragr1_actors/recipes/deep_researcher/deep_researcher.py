@@ -5,27 +5,28 @@ A reader that is not trained pages through each page, and notes what helps; the 
     -1          where a turn does not think and then act, or there is no answer
     token F1    of the answer elsewhere
 
-``Recorded`` is a retriever around that of the web, which writes down what it says, or answers from that alone.
+``retrieval.type=web`` searches and opens pages by an API, writes down what it says (``mode: record``), and answers from
+that alone (``mode: replay``). The toy's web is made up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import random
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from envs.base import EnvContext
 from envs.measures import token_f1
 from envs.options import PassageOptions
+from envs.sources import WorldSource
 from ragr1_actors import Completion, Passage, RewardContext, StepResult, StopReason, Task, TextEnv, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import MALFORMED, Message, Record, Sampling
+from ragr1_actors.recipes.worlds.titles import TitleRetriever
 from retrieval.base import HEADING, Page, PageRetriever
-from retrieval.local import inner_retriever
 
 FAULT, MAX_SECTIONS = -1.0, 8
 """Reward of a wrong format; sections of a page that the reader reads at most."""
@@ -114,37 +115,33 @@ class ResearchEnv(TextEnv):
         return note.strip(), last.strip().lower() == "more"
 
 
-class Recorded:
-    """A web that is written down. ``retrieval.options={inner: {type: ..}, file: FILE}``; without inner it replays."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        """Read what the file has, and open the inner retriever."""
-        self._file = Path(options["file"])
-        lines = self._file.read_text("utf-8").splitlines() if self._file.exists() else []
-        self._known: dict[str, Any] = dict(map(json.loads, lines))
-        self._inner: Any = inner_retriever(options["inner"]) if "inner" in options else None
+class ToyWeb(TitleRetriever):
+    """A made-up web over the generated world: its snippets lack the facts, which are on the pages."""
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return what each query finds, ``[len(queries)][<= k]``; ``RetrievalError`` if a replay does not know it."""
-        return await self._recorded(
-            [f"search {k} {query}" for query in queries], queries, lambda new: self._inner.search(new, k)
-        )
+        """Return titles with snippets, ``[len(queries)][<= k]``."""
+        return [[replace(one, text="a page") for one in hits] for hits in await super().search(queries, k)]
 
     async def open_pages(self, titles: list[str]) -> list[Page]:
-        """Return the pages; ``RetrievalError`` if a replay does not know one."""
-        found = await self._recorded(
-            [f"page {title}" for title in titles], titles, lambda new: self._inner.open_pages(new)
-        )
-        return [Page(hits) for hits in found]
+        """Return the sections of each page: an introduction, the fact, and what else there is; none without a page."""
+        found = zip(titles, await super().search(titles, 1), strict=True)
+        return [Page(one for hit in hits if hit.title == title for one in _sections(hit)) for title, hits in found]
 
-    async def _recorded(self, keys: list[str], asked: list[str], ask: Any) -> list[list[Passage]]:
-        new = {key: one for key, one in zip(keys, asked, strict=True) if key not in self._known}
-        if new and self._inner is None:
-            raise RetrievalError(
-                f"{self._file} has no record of {next(iter(new))!r}; record it with an inner retriever"
-            )
-        for key, hits in zip(new, await ask(list(new.values())) if new else [], strict=True):
-            self._known[key] = [[one.id, one.title, one.text, one.score] for one in hits]
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, self._known[key]], ensure_ascii=False) + "\n")
-        return [[Passage(*fields) for fields in self._known[key]] for key in keys]
+
+def _sections(passage: Passage) -> list[Passage]:
+    texts = {"Introduction": "This page has a fact.", "Fact": passage.text, "More": "There is no more."}
+    return [Passage(f"{passage.id}/{name}", f"{passage.title}{HEADING}{name}", text) for name, text in texts.items()]
+
+
+class WebWorld(WorldSource):
+    """Questions of the world, with demonstrations that search and browse, or guess."""
+
+    def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
+        """Return an attempt that searches for its first page, and browses where the world's would search."""
+        *searches, answer = super().demonstrate(task, rng)
+        return [*searches[:1], *(turn.replace("search>", "browse>") for turn in searches), answer]
+
+    def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
+        """Yield the words of the snippets and of the turns that browse too."""
+        yield from super().texts(tasks)
+        yield from ["<browse></browse> : a page"] * 100

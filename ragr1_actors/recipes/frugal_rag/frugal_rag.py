@@ -28,7 +28,7 @@ from ragr1_actors import RewardContext, RewardResult, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import MALFORMED
-from retrieval.corpora.text import found_evidence
+from ragr1_actors.recipes.worlds.evidence import evidence_in, recall
 
 MAX_REWARD, HARDNESS, FORMAT = 2.0, 2.0, 0.5
 """``max_reward``, ``zeta`` and ``format_coeff`` of the published code."""
@@ -46,10 +46,10 @@ NUM_EXPLORED = 1000
 
 def recalls(trajectory: Trajectory) -> list[float]:
     """Return the share of the evidence found after each search: ``[0.5, 1.0, 1.0]``."""
-    gold, known, found = set(trajectory.task.supporting_ids), set[str](), []
+    known, found = set[str](), []
     for records in [[one for call in turn.calls for one in call.records] for turn in trajectory.turns if turn.calls]:
-        known |= found_evidence(gold, [one.id for one in records], [one.title for one in records])
-        found.append(len(known) / max(1, len(gold)))
+        known |= evidence_in(trajectory.task, records)
+        found.append(len(known) / max(1, len(trajectory.task.supporting_ids)))
     return found
 
 
@@ -97,7 +97,7 @@ class FrugalEnv(SearchEnv):
     """The search environment, which measures the recall of all searches together."""
 
     options_class = FrugalOptions
-    measures: ClassVar = {"recall": lambda ended: max(recalls(ended), default=0.0)}
+    measures: ClassVar = {"recall": recall}
 
 
 class Explorer(WorldSource):
@@ -144,6 +144,6 @@ class Explored(Explorer):
         if split == "eval" or not run:
             return super().tasks(split)
         groups = read_trajectories(Path(run) / "trajectories" / "eval_rl.arrow")
-        found = {one.task.task_id: max(recalls(one.trajectories[0]), default=0.0) for one in groups}
+        found = {one.task.task_id: recall(one.trajectories[0]) for one in groups}
         tasks = [task for task in super().tasks("train") if task.task_id in found]
         return [replace(task, meta={RECALL_FIELD: found[task.task_id]}) for task in tasks]

@@ -25,23 +25,18 @@ from envs.measures import searches
 from envs.rewards import RewardContext, RewardResult
 from envs.search import SearchEnv
 from ragr1_actors.core.types import Trajectory
-from retrieval.corpora.text import found_evidence
+from ragr1_actors.recipes.worlds.evidence import evidence_in, recall
 
 
 def progress_of_rounds(ended: Trajectory) -> tuple[float, ...]:
     """Return ``r_t`` of each turn, ``[num_turns]``: ``(0.5, 0.5, 0.0)``; zeros where no evidence is known."""
-    wanted, known, gained = set(ended.task.supporting_ids), set[str](), []
+    num_wanted, known, gained = max(1, len(ended.task.supporting_ids)), set[str](), []
     for turn in ended.turns:
         records = [record for call in searches(turn.calls) for record in call.records]
-        found = found_evidence(wanted, [one.id for one in records], [one.title for one in records]) - known
-        gained.append(len(found) / max(1, len(wanted)))
+        found = evidence_in(ended.task, records) - known
+        gained.append(len(found) / num_wanted)
         known |= found
     return tuple(gained)
-
-
-def recall(ended: Trajectory) -> float:
-    """Return the share of the supporting passages that a trajectory found."""
-    return sum(progress_of_rounds(ended))
 
 
 async def progress(trajectory: Trajectory, context: RewardContext) -> RewardResult:

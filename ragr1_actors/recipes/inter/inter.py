@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from envs.search import SearchEnv
-from ragr1_actors import Passage, Trajectory
+from ragr1_actors import Passage
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
-from retrieval.corpora.text import found_evidence
+from ragr1_actors.recipes.worlds.evidence import recall
 from retrieval.local import inner_retriever
 
 _ASK = "Write what you know about the question, in a few sentences, after you have read:\n{passages}\nQuestion: {query}"
@@ -60,12 +60,6 @@ class InterRetriever:
 def names(query: str, found: Sequence[Passage]) -> str:
     """Return the names in the best passage, as a model would that knows no more than it has read."""
     return " ".join(dict.fromkeys(_NAME.findall(found[0].text))) if found else ""
-
-
-def recall(trajectory: Trajectory) -> float:
-    """Return the share of the evidence that was found."""
-    gold, records = set(trajectory.task.supporting_ids), [one for call in trajectory.calls for one in call.records]
-    return len(found_evidence(gold, [one.id for one in records], [one.title for one in records])) / max(1, len(gold))
 
 
 class RecallEnv(SearchEnv):

@@ -36,9 +36,9 @@ from ragr1_actors import RewardContext, RolloutStrategy, SearchEnv, Task, TokenK
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Message, Record, TrajectoryGroup
+from ragr1_actors.recipes.worlds.evidence import evidence_in, recall
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.rollout.strategy import Play
-from retrieval.corpora.text import found_evidence
 
 
 class PromptOptions(Section):
@@ -67,19 +67,12 @@ def brought(trajectory: Trajectory) -> list[Record]:
 
 def average_precision(trajectory: Trajectory) -> float:
     """Return the score of an attempt: ``(1/1 + 2/3) / 2`` of two gold passages at the first and the third place."""
-    gold, found, total = set(trajectory.task.supporting_ids), set[str](), 0.0
+    found, total = set[str](), 0.0
     for place, record in enumerate(brought(trajectory), start=1):
-        new = found_evidence(gold, [record.id], [record.title]) - found
+        new = evidence_in(trajectory.task, [record]) - found
         found |= new
         total += len(found) / place if new else 0.0
-    return total / max(1, len(gold))
-
-
-def recall(trajectory: Trajectory) -> float:
-    """Return the share of the gold passages that the searches brought."""
-    gold, records = set(trajectory.task.supporting_ids), brought(trajectory)
-    found = found_evidence(gold, [one.id for one in records], [one.title for one in records])
-    return len(found) / max(1, len(gold))
+    return total / max(1, len(trajectory.task.supporting_ids))
 
 
 async def score(trajectory: Trajectory, context: RewardContext) -> float:

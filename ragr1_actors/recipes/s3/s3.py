@@ -30,7 +30,7 @@ from envs.sources import WorldSource
 from ragr1_actors import Completion, Record, StepResult, Task, TextEnv, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, Sampling
-from retrieval.corpora.text import found_evidence
+from ragr1_actors.recipes.worlds.evidence import evidence_in
 
 STOPS_EARLY, KEEPS_NOTHING = 0.4, 0.4
 """Shares of the demonstrations that are done a search too early, and of their turns that keep nothing."""
@@ -97,8 +97,7 @@ class SearcherEnv(TextEnv):
             documents = "\n".join(record.text for record in records)
             asked = _ANSWER.replace("{question}", self._task.question).replace("{documents}", documents)
             return await self._context.models["generator"].chat([Message("user", asked)], Sampling(64, temperature=0.0))
-        gold = set(self._task.supporting_ids)
-        has_all = found_evidence(gold, [one.id for one in records], [one.title for one in records]) == gold
+        has_all = evidence_in(self._task, records) == set(self._task.supporting_ids)
         return self._task.golden_answers[0] if has_all else ""
 
 

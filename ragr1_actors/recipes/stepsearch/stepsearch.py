@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from envs.measures import token_f1
 from ragr1_actors import RewardContext, RewardResult, Task, ToolCall, Trajectory
-from retrieval.corpora.text import found_evidence
+from ragr1_actors.recipes.worlds.evidence import evidence_in, recall
 
 KEY = 0.5
 """Weight of the queries' match beside the F1 of the answer."""
@@ -30,11 +30,11 @@ def key_match(task: Task, queries: Sequence[str]) -> float:
     return sum(best) / len(gold) if gold else 0.0
 
 
-def search_reward(calls: Sequence[ToolCall], gold: set[str], known: set[str], seen: set[str]) -> float:
+def search_reward(calls: Sequence[ToolCall], task: Task, known: set[str], seen: set[str]) -> float:
     """Return ``gain - redundancy`` of a turn, and add what it found to ``known`` (evidence) and ``seen`` (passages)."""
     hits = [record for call in calls for record in call.records]
-    found = found_evidence(gold, [hit.id for hit in hits], [hit.title for hit in hits])
-    gain = len(found - known) / len(gold) if gold else 0.0
+    found = evidence_in(task, hits)
+    gain = len(found - known) / max(1, len(task.supporting_ids))
     redundancy = sum(hit.id in seen for hit in hits) / len(hits) if hits else 0.0
     known |= found
     seen |= {hit.id for hit in hits}
@@ -44,10 +44,9 @@ def search_reward(calls: Sequence[ToolCall], gold: set[str], known: set[str], se
 async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResult:
     """Return the reward above, of which each turn has what it earned."""
     task, known, seen = trajectory.task, set[str](), set[str]()
-    gold = set(task.supporting_ids)
-    steps = [search_reward(turn.calls, gold, known, seen) for turn in trajectory.turns]
+    steps = [search_reward(turn.calls, task, known, seen) for turn in trajectory.turns]
     f1 = token_f1(trajectory.answer, task.golden_answers)
     key = key_match(task, [call.asked for call in trajectory.calls])
     if steps:
         steps[-1] += f1 + KEY * key
-    return RewardResult(sum(steps), tuple(steps), {"f1": f1, "key": key, "evidence": len(known) / max(1, len(gold))})
+    return RewardResult(sum(steps), tuple(steps), {"f1": f1, "key": key, "evidence": recall(trajectory)})
