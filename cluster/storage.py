@@ -9,7 +9,7 @@
 
 An object store has no rename and no append, but replaces one object at once. So a folder counts if its listing exists,
 an object that names the files with their sizes and hashes and is written after all of them. The processes of several
-nodes write one folder as a ``Sink``: each delivers its part.
+nodes write one folder by a ``StorageWriter``: each delivers its part.
 """
 
 from __future__ import annotations
@@ -196,34 +196,32 @@ class Storage:
         name = name or f"artifacts/{content_name(files)}"
         found = self.find(name)
         if found is None or found.files != files:
-            sink = self.sink(name)
+            writer = self.writer(name)
             try:
-                self.deliver(sink.prefix, "driver", folder, files)
+                self.deliver(writer.prefix, "driver", folder, files)
             except BaseException:
                 with suppress(OSError, pa.ArrowException):  # once: the storage may be what fails
-                    self._fs.delete_dir(self._path(sink.prefix))
+                    self._fs.delete_dir(self._path(writer.prefix))
                 raise
-            found = self.finish(sink, ["driver"], before=found)
+            found = self.finish(writer, [file.name for file in files], before=found)
         return replace(found, path=str(folder.absolute()))
 
-    def sink(self, name: str) -> StorageSink:
+    def writer(self, name: str) -> StorageWriter:
         """Return where processes write the parts of a folder, which ``finish`` gives its name."""
-        return StorageSink(self, name, f"{name}-{secrets.token_hex(4)}")
+        return StorageWriter(self, name, f"{name}-{secrets.token_hex(4)}")
 
-    def finish(self, sink: StorageSink, parts: Collection[str], before: Artifact | None = None) -> Artifact:
-        """Write the listing of a folder whose parts were delivered, and then remove the folder of that name ``before``.
+    def finish(self, writer: StorageWriter, files: Collection[str], before: Artifact | None = None) -> Artifact:
+        """Write the listing of a folder once ``files`` were delivered, and then remove the folder ``before`` it.
 
         Raises:
-            UserError: a part is missing.
+            UserError: a file is missing.
         """
-        files: list[FileContent] = []
-        for part in parts:
-            delivered = self._read_as(_FILES, f"{sink.prefix}/{part}{_PART_SUFFIX}")
-            if delivered is None:
-                raise UserError(f"{self.at(sink.prefix)} lacks the part of {part}; what was stored before is whole")
-            files += delivered
-        found = Artifact(tuple(sorted(files)), self.at(sink.name), storage=self, prefix=sink.prefix)
-        self.link(sink.name, found)
+        parts = [name for name in self.names(writer.prefix) if name.endswith(_PART_SUFFIX)]
+        delivered = {file.name: file for part in parts for file in self._read_as(_FILES, part) or ()}
+        if missing := [name for name in files if name not in delivered]:
+            raise UserError(f"{self.at(writer.prefix)} lacks {missing[0]}; what was stored before is whole")
+        found = Artifact(tuple(sorted(delivered.values())), self.at(writer.name), storage=self, prefix=writer.prefix)
+        self.link(writer.name, found)
         if before is not None:
             self.remove(self.names(before.prefix))
         return found
@@ -410,6 +408,16 @@ class Artifact:
             return Path(self.path)
         return NodeCache.of_this_node().get(self.content, self.files, self._download)
 
+    def read(self, file: str) -> bytes | None:
+        """Return a file from the storage; None if the folder has none of that name, ``DataError`` if it is damaged."""
+        wanted = next((found for found in self.files if found.name == file), None)
+        if wanted is None or self.storage is None:
+            return None
+        content = self.storage.read(f"{self.prefix}/{file}")
+        if content is None or hashlib.sha256(content).hexdigest() != wanted.sha256:
+            raise self._damaged(self.storage, file)
+        return content
+
     def reference(self) -> str:
         """Return a text for ``of``, which holds the secrets of the storage; empty if the folder is on none."""
         if self.storage is None:
@@ -430,10 +438,13 @@ class Artifact:
             return
         for file in self.files:
             if self.storage.download(f"{self.prefix}/{file.name}", folder / file.name) != file.sha256:
-                raise DataError(
-                    f"{self.storage.at(self.prefix)}/{file.name} is damaged: its SHA-256 is not that of its listing; "
-                    f"delete {self.name}.json, and store the folder again"
-                )
+                raise self._damaged(self.storage, file.name)
+
+    def _damaged(self, storage: Storage, file: str) -> DataError:
+        return DataError(
+            f"{storage.at(self.prefix)}/{file} is damaged: its SHA-256 is not that of its listing; delete "
+            f"{self.name}.json, and store the folder again"
+        )
 
     def _unpack(self, folder: Path) -> None:
         import ray
@@ -446,8 +457,8 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class StorageSink:
-    """Where processes deliver the parts of a folder of a ``Storage``. It is a ``Sink``."""
+class StorageWriter:
+    """Where processes deliver the parts of a folder of a ``Storage``. It is a ``FolderWriter``."""
 
     storage: Storage
     name: str

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragr1_actors.core.folders import AnyFolder, Sink
+from ragr1_actors.core.folders import AnyFolder, FolderWriter
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class CallHistory:
     state: AnyFolder | None = None
     """The folder of the state to start at; None is the state after ``build``."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    """The calls since the start: ``("update", batch references)`` and ``("begin_save", sink)``."""
+    """The calls since the start: ``("update", batch references)`` and ``("begin_save", writer)``."""
 
     is_whole: bool = True
     """Whether ``calls`` has every call since the start."""
@@ -45,9 +45,9 @@ class CallHistory:
         """Start at a state that was just loaded or saved."""
         self.state, self.calls, self.is_whole = state, [], True
 
-    def saved(self, sink: Sink, final: AnyFolder) -> None:
-        """Start at the state that ``begin_save(sink)`` wrote, which is in ``final`` now."""
-        begun = ("begin_save", sink)
+    def saved(self, writer: FolderWriter, final: AnyFolder) -> None:
+        """Start at the state that ``begin_save(writer)`` wrote, which is in ``final`` now."""
+        begun = ("begin_save", writer)
         if begun in self.calls:  # else more calls followed it than are held
             later = self.calls[self.calls.index(begun) + 1 :]
             self.begin_at(final)

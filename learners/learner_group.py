@@ -51,7 +51,7 @@ from ragr1_actors.core.files import (
     sync_tree,
     write_parts,
 )
-from ragr1_actors.core.folders import AnyFolder, Folder, Sink, as_sink, compared, on_this_node
+from ragr1_actors.core.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 
@@ -246,17 +246,16 @@ class LearnerGroup:
         """
         return sum(self.foreach_learner(lambda learner: learner.offload_states()))
 
-    def save_policy(self, directory: str | Path | Sink) -> None:
-        """Write the policy as a Hugging Face folder; of a sink, it is the part ``rank_part(0)``."""
-        self._call("save_policy", as_sink(directory))
+    def save_policy(self, writer: FolderWriter) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._call("save_policy", writer)
 
-    def begin_save(self, directory: str | Path | Sink) -> None:
+    def begin_save(self, writer: FolderWriter) -> None:
         """Copy policy and state; write them as ``policy/`` and ``learner_files`` while the group continues.
 
-        Each rank writes its part of the state, and rank 0 the policy. If ``directory`` is a path, their nodes and the
-        driver's must share it.
+        Each rank writes its part of the state, and rank 0 the policy.
         """
-        self._call("begin_save", as_sink(directory))
+        self._call("begin_save", writer)
 
     def is_written(self) -> bool:
         """Whether the write of ``begin_save`` has ended, with success or not."""
@@ -271,10 +270,10 @@ class LearnerGroup:
         """
         return {name: digest for written in self._call("finish_save") for name, digest in written.items()}
 
-    def saved(self, directory: str | Path | Sink, final: AnyFolder) -> None:
-        """Start a restart from ``final``, where the output of ``begin_save(directory)`` is now."""
+    def saved(self, writer: FolderWriter, final: AnyFolder) -> None:
+        """Start a restart from ``final``, where the output of ``begin_save(writer)`` is now."""
         if self._history is not None:
-            self._history.saved(as_sink(directory), _absolute(final))
+            self._history.saved(writer, _absolute(final))
 
     def stop(self) -> None:
         """Kill the actors, or close the learner in the driver."""
@@ -530,18 +529,18 @@ class LearnerWorker:
         path = compared(folder, LEARNER_PREFIX, (self._rank, self._world_size))
         self.learner.set_state(read_learner(path / LEARNER_FILE))
 
-    def save_policy(self, sink: Sink) -> None:
+    def save_policy(self, writer: FolderWriter) -> None:
         """Write the policy; rank 0 writes, and the others take part in it."""
-        with sink.part(rank_part(0)) if self._rank == 0 else nullcontext(Path()) as directory:
+        with writer.part(rank_part(0)) if self._rank == 0 else nullcontext(Path()) as directory:
             self.learner.save_policy(directory)
 
-    def begin_save(self, sink: Sink) -> None:
+    def begin_save(self, writer: FolderWriter) -> None:
         """Copy policy and state; a thread writes what this rank has of them."""
         from ragr1_actors.core.models.process_memory import trim_heap
 
         policy, parts = self.learner.take_policy(), self.learner.get_parts()
         source = f"update {self.learner.num_updates}"
-        self._writing = self._writer.submit(_write_learner, sink, self._rank, policy, parts, source)
+        self._writing = self._writer.submit(_write_learner, writer, self._rank, policy, parts, source)
         self._writer.submit(trim_heap)  # the copy is freed by now; else the heap keeps it until the next update
 
     def is_saved(self) -> bool:
@@ -566,9 +565,11 @@ class LearnerWorker:
             raise UserError(f"cannot write a checkpoint: {error}") from error  # the rank did not fail
 
 
-def _write_learner(sink: Sink, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str) -> Digests:
+def _write_learner(
+    writer: FolderWriter, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str
+) -> Digests:
     """Write what a rank has of a checkpoint, and return what it wrote; a folder is written with its list."""
-    with sink.part(rank_part(rank)) as directory:
+    with writer.part(rank_part(rank)) as directory:
         # the driver syncs too, but only the node that wrote can flush to a shared file system
         names = [learner_files(rank + 1)[rank]]
         write_parts(directory / names[0], parts, source)

@@ -76,7 +76,7 @@ LONGEST_FIRST = (
     "test_cluster_placement",
     "test_training_guard",
     "test_training_stages",
-    "test_runs_places",
+    "test_runs_store",
     "test_training_algorithm",
     "test_cli_main",
 )

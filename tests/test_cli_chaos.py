@@ -19,11 +19,11 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 
 from ragr1_actors.cli.chaos import DRIVER, Plan, schedule
 from ragr1_actors.cli.damage import Damage, draw_damage
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import read_order
 from ragr1_actors.runs.starts import read_starts
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -140,7 +140,7 @@ def test_nothing_is_ordered_before_a_person_agrees(tmp_path: Path) -> None:
     create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
     said = invoke("chaos", "--run", str(tmp_path / "run"), "--kills", "3")
     assert "kill 3 actors (env runner, retriever, learner) of the run in" in said
-    assert read_order(find_place(tmp_path / "run")) is None
+    assert read_order(find_store(tmp_path / "run")) is None
 
 
 @pytest.mark.ray

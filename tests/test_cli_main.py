@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli import console, print_error, print_line, print_state
 from ragr1_actors.cli.main import app, describe_start, how_to_continue
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import change_learners, check_recipe, create_run_directory, open_run_directory
 from ragr1_actors.runs.starts import STARTS_FILE, append_start, this_start
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -200,7 +200,7 @@ def test_a_run_goes_on_by_its_own_recipe_only(tmp_path: Path) -> None:
     assert "has another training.lr;" in resume(str(own))
     (run_dir / STARTS_FILE).unlink()  # as in a run of the Python interface
     assert resume("quickstart").startswith("error: env_runners.engine: got 'nonsense'")
-    note = check_recipe(find_place(run_dir), open_run_directory(run_dir), "quickstart")
+    note = check_recipe(find_store(run_dir), open_run_directory(run_dir), "quickstart")
     assert note.startswith("quickstart has another ")
     assert note.endswith(" than the run, which goes on with its own configuration")
 

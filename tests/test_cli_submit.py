@@ -32,8 +32,8 @@ from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.progress_bar import RateColumn, counted_bar, counted_bars, elapsed_time
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -359,7 +359,7 @@ def test_counted_bars_have_a_bar_for_each_title() -> None:
 
 
 def test_a_run_is_started_again_by_the_same_command_only(tmp_path: Path) -> None:
-    config, place = AlgorithmConfig().freeze(), find_place(tmp_path)
+    config, place = AlgorithmConfig().freeze(), find_store(tmp_path)
     assert not holds_run(place)
     create_run_directory(config, place)
     assert holds_run(place)

@@ -25,7 +25,7 @@ from pathlib import Path
 import ray
 from rich.console import Console
 from ragr1_actors.core.resolve import read_yaml_file, resolve
-from ragr1_actors.runs.places import find_place
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import ScaleOrder, write_order
 from ragr1_actors.training.stages import TrainingRun
@@ -51,7 +51,7 @@ scraper.start()
 
 config = resolve(read_yaml_file(Path(recipe), ""))
 create_run_directory(config, run_dir)
-write_order(find_place(run_dir), ScaleOrder(order_id="a second retriever", sizes={"retrievers": 2}))
+write_order(find_store(run_dir), ScaleOrder(order_id="a second retriever", sizes={"retrievers": 2}))
 with (run_dir / "console.txt").open("w") as printed:
     TrainingRun(config, run_dir, Console(file=printed, width=200)).execute()
 deadline = time.monotonic() + 300

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, options, s3_server, s3_uri
 
-from cluster.storage import Artifact, Storage, StorageSink, is_uri, read_contents, share, without_secrets
+from cluster.storage import Artifact, Storage, StorageWriter, is_uri, read_contents, share, without_secrets
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.folders import Folder, Sink, on_this_node
+from ragr1_actors.core.folders import Folder, FolderWriter, on_this_node
 
 
 @pytest.fixture(scope="module")
@@ -94,16 +94,16 @@ def test_the_same_content_is_uploaded_once(storage: Storage, tmp_path: Path) -> 
 
 def test_a_folder_counts_once_its_listing_is_there(storage: Storage, tmp_path: Path) -> None:
     old = storage.put(make_folder(tmp_path / "old", weights="old"), "checkpoints/step_0")
-    sink = storage.sink("checkpoints/step_0")
-    assert isinstance(sink, Sink)
+    writer = storage.writer("checkpoints/step_0")
+    assert isinstance(writer, FolderWriter)
     for rank in range(2):
-        with pickle.loads(pickle.dumps(sink)).part(f"rank {rank}") as folder:
+        with pickle.loads(pickle.dumps(writer)).part(f"rank {rank}") as folder:
             make_folder(folder, **{f"learner_{rank}": "new"})
     found = storage.find("checkpoints/step_0")
     assert found is not None and contents(hidden(found).fetch()) == {"weights": "old"}
-    with pytest.raises(UserError, match="lacks the part of driver; what was stored before is whole"):
-        storage.finish(sink, ["rank 0", "rank 1", "driver"])
-    storage.finish(sink, ["rank 0", "rank 1"], before=old)
+    with pytest.raises(UserError, match=r"lacks state\.json; what was stored before is whole"):
+        storage.finish(writer, ["learner_0", "learner_1", "state.json"])
+    storage.finish(writer, ["learner_0", "learner_1"], before=old)
     found = storage.find("checkpoints/step_0")
     assert found is not None
     assert contents(hidden(found).fetch()) == {"learner_0": "new", "learner_1": "new"}
@@ -117,8 +117,8 @@ def test_a_folder_counts_once_its_listing_is_there(storage: Storage, tmp_path: P
 
 
 def test_a_part_that_fails_is_not_delivered(storage: Storage) -> None:
-    sink = storage.sink("policy")
-    with pytest.raises(RuntimeError, match="out of memory"), sink.part("driver") as folder:
+    writer = storage.writer("policy")
+    with pytest.raises(RuntimeError, match="out of memory"), writer.part("driver") as folder:
         make_folder(folder)
         raise RuntimeError("out of memory")
     assert storage.names() == []
@@ -203,7 +203,7 @@ def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
     artifact = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
     for shown in (
         storage,
-        StorageSink(storage, "policy", "policy-1"),
+        StorageWriter(storage, "policy", "policy-1"),
         Artifact(artifact.files, "policy", storage=storage),
     ):
         assert SECRET not in repr(shown) and SECRET not in str(shown)

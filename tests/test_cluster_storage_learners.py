@@ -16,7 +16,7 @@ from cluster.storage import Storage, share
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_FILE, LEARNER_PREFIX, learner_files, rank_part
+from ragr1_actors.core.files import LEARNER_FILE, LEARNER_PREFIX, learner_files
 from ragr1_actors.core.folders import Folder, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
 
@@ -40,25 +40,25 @@ def test_ranks_deliver_their_parts_and_restart_from_them(
     policy.rename(tmp_path / "gone")  # as on a node that does not see it
     group.build("grpo", shared)
     group.update([groups_to_record_batch(make_groups(0))])
-    sink = storage.sink("checkpoints/step_1")
-    group.begin_save(sink)
+    writer = storage.writer("checkpoints/step_1")
+    group.begin_save(writer)
     group.update([groups_to_record_batch(make_groups(1))])
     digests = group.finish_save()
     assert digests.keys() == {*learner_files(2), f"policy/{LIST_FILE}"}
-    with sink.part("list") as folder:
+    with writer.part("list") as folder:
         write_list(folder, digests)
-    final = storage.finish(sink, [rank_part(0), rank_part(1), "list"])
+    final = storage.finish(writer, [*digests, LIST_FILE])
     names = {file.name for file in final.files}
     assert {*learner_files(2), "policy/config.json", "policy/model.safetensors", f"policy/{LIST_FILE}"} <= names
     check_digests(final.only("policy/").fetch() / "policy")
-    group.saved(sink, part_of(final, LEARNER_PREFIX, LIST_FILE))
+    group.saved(writer, part_of(final, LEARNER_PREFIX, LIST_FILE))
 
     expected = group.get_state()
     os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
     assert_same_arrays(group.get_state(), expected)
     assert group.num_restarts == 1
 
-    cut = storage.sink("checkpoints/step_2")
+    cut = storage.writer("checkpoints/step_2")
     connection.cut()
     group.begin_save(cut)
     with pytest.raises(
@@ -79,11 +79,11 @@ def test_a_damaged_copy_in_a_cache_is_named_and_not_what_is_stored(
     storage = Storage(f"file://{tmp_path / 'stored'}", retry_s=0)
     group = LearnerGroup(make_config())
     group.build("grpo", make_policy(tmp_path / "policy"))
-    sink = storage.sink("checkpoints/step_1")
-    group.begin_save(sink)
-    with sink.part("list") as folder:
+    writer = storage.writer("checkpoints/step_1")
+    group.begin_save(writer)
+    with writer.part("list") as folder:
         write_list(folder, group.finish_save())
-    final = part_of(storage.finish(sink, [rank_part(0), "list"]), LEARNER_PREFIX, LIST_FILE)
+    final = part_of(storage.finish(writer, [LEARNER_FILE, LIST_FILE]), LEARNER_PREFIX, LIST_FILE)
     group.load_state(final)
     assert isinstance(final, Folder)
     copy = final.fetch() / LEARNER_FILE  # which this process does not compare again

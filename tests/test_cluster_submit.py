@@ -24,8 +24,9 @@ from ray_head import BIN, ROOT, Head, clean_environment, running_head
 from small_world import make_files, make_recipe, wait_for
 
 from cluster.submit import STOP_WAIT_S, JobClient
-from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
+from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.report import read_report
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -194,7 +195,7 @@ def test_a_stopped_run_writes_a_checkpoint_and_goes_on_when_it_is_submitted_agai
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     assert f"job {job} stopped" in stopped.stdout
     assert "interrupted; submit the same command again, and the run goes on" in stopped.stdout
-    newest = CheckpointStore(run_dir / "checkpoints").latest()
+    newest = Checkpoints(RunStore(run_dir)).latest()
     assert newest is not None
     iteration = read_state(newest).iteration
     assert 1 <= iteration < NUM_ITERATIONS

@@ -18,8 +18,8 @@ from ragr1_actors.core.config import GuardSettings, LoraSettings, RunnerAutoscal
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
-from ragr1_actors.runs.places import LocalPlace
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.plan import count_passages
 from ragr1_actors.training.planning.preflight import check_classes, check_names
@@ -315,8 +315,8 @@ def test_a_known_word_wins_over_a_file_of_its_name(
 
 def test_the_viewer_and_an_index_know_a_word_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert Path("tiny") not in tokenizer_folders(LocalPlace(tmp_path / "run"), "tiny")
-    assert Path("tiny") in tokenizer_folders(LocalPlace(tmp_path / "run"), "./tiny")
+    assert Path("tiny") not in tokenizer_folders(RunStore(tmp_path / "run"), "tiny")
+    assert Path("tiny") in tokenizer_folders(RunStore(tmp_path / "run"), "./tiny")
 
 
 def test_a_folder_wins_over_a_hub_name_as_it_does_where_it_is_loaded(

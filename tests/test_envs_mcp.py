@@ -37,8 +37,8 @@ from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.training.planning.preflight import check_classes
 from ragr1_actors.training.planning.services import check_services
 
@@ -451,7 +451,7 @@ def test_tools_are_stored_with_a_run_and_a_server_that_changed_is_named(
     create_run_directory(config, tmp_path)
     stored = open_run_directory(tmp_path)
     assert stored.environment == config_of({"command": BY_HAND, "only": ["pid", "sleep"]}).environment
-    place = find_place(tmp_path)
+    place = find_store(tmp_path)
     again = check_services(stored, place)
     assert again.environment.mcp["world"].tools == config.environment.mcp["world"].tools
     assert [one["function"]["name"] for one in again.environment.mcp["world"].tools or ()] == ["pid", "sleep"]

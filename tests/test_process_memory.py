@@ -15,7 +15,7 @@ from benchmarks.learner.kernels import measured
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerWorker
 from ragr1_actors.core.files import Part
-from ragr1_actors.core.folders import as_sink
+from ragr1_actors.core.folders import SharedFolder
 from ragr1_actors.core.models import process_memory
 from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.models.process_memory import KERNEL_LIMITS
@@ -61,7 +61,7 @@ def test_the_copy_of_a_checkpoint_is_given_back_once_it_is_written(
 
     monkeypatch.setattr(worker.learner, "get_parts", get_parts)
     (tmp_path / "checkpoint").mkdir()
-    worker.begin_save(as_sink(tmp_path / "checkpoint"))
+    worker.begin_save(SharedFolder(tmp_path / "checkpoint"))
     assert worker.finish_save()
     worker._writer.shutdown()
     assert copies

@@ -13,7 +13,9 @@ import pytest
 
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.files import Part, learner_files, read_json, read_learner, read_tensors, write_json, write_parts
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.runs.checkpoint import Checkpoints
+from ragr1_actors.runs.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,27 +33,35 @@ def writer(value: int) -> Callable[[Path], None]:
     return write
 
 
-def save(store: CheckpointStore, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
+def save(store: Checkpoints, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
     store.begin(step, write, score)
-    return store.commit(step)
+    return path_of(store.commit(step))
 
 
-def check(path: Path | None, value: int) -> None:
-    assert path is not None
+def path_of(folder: AnyFolder | FolderWriter) -> Path:
+    """Return the path of a folder on this machine, or of that into which one is written."""
+    found = folder.path if isinstance(folder, SharedFolder) else folder
+    assert isinstance(found, Path)
+    return found
+
+
+def check(folder: AnyFolder | None, value: int) -> None:
+    assert folder is not None
+    path = path_of(folder)
     assert read_json(path / "state.json") == {"value": value}
     assert read_tensors(path / "policy" / "model.safetensors")["w"].tolist() == [value] * 1000
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=2)
+def store(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(RunStore(tmp_path / "run"), num_to_keep=2)
 
 
 def names(tmp_path: Path) -> list[str]:
     return sorted(entry.name for entry in (tmp_path / "run" / "checkpoints").iterdir())
 
 
-def test_keeps_the_newest(store: CheckpointStore, tmp_path: Path) -> None:
+def test_keeps_the_newest(store: Checkpoints, tmp_path: Path) -> None:
     assert store.latest() is None
     for step in (8, 9, 10):
         check(save(store, step, writer(step)), step)
@@ -60,7 +70,7 @@ def test_keeps_the_newest(store: CheckpointStore, tmp_path: Path) -> None:
 
 
 def test_the_best_is_kept_whatever_its_age(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=1, best_metric="em")
+    store = Checkpoints(RunStore(tmp_path / "run"), num_to_keep=1, best_metric="em")
     link = tmp_path / "run" / "checkpoints" / "best"
     assert store.is_best(0.0)
     for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7)):
@@ -75,7 +85,7 @@ def test_the_best_is_kept_whatever_its_age(tmp_path: Path) -> None:
     check(link, 50)
     save(store, 6, writer(6), 0.1)
     check(link, 50)
-    other = CheckpointStore(tmp_path / "run" / "checkpoints", best_metric="f1")
+    other = Checkpoints(RunStore(tmp_path / "run"), best_metric="f1")
     check(other.latest(), 6)
     assert other.is_best(0.0)  # nothing scored by it
     save(store, 1, writer(10))  # resumed from before all of them
@@ -83,7 +93,7 @@ def test_the_best_is_kept_whatever_its_age(tmp_path: Path) -> None:
 
 
 def test_a_damaged_score_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(tmp_path / "run" / "checkpoints", num_to_keep=1, best_metric="em")
+    store = Checkpoints(RunStore(tmp_path / "run"), num_to_keep=1, best_metric="em")
     (save(store, 1, writer(1), 0.9) / "score.json").write_text('{"value": 1}')
     check(save(store, 2, writer(2), 0.1), 2)
     assert names(tmp_path) == ["best", "step_2"]
@@ -91,9 +101,9 @@ def test_a_damaged_score_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "step_1 does not count" in caplog.text
 
 
-def test_what_is_begun_counts_once_it_is_committed(store: CheckpointStore, tmp_path: Path) -> None:
+def test_what_is_begun_counts_once_it_is_committed(store: Checkpoints, tmp_path: Path) -> None:
     save(store, 1, writer(1))
-    writing = store.begin(2, lambda directory: None)
+    writing = path_of(store.begin(2, lambda directory: None))
     check(store.latest(), 1)
     check(store.commit(2, lambda: writer(2)(writing) or {}), 2)
     store.begin(3, writer(3))
@@ -107,7 +117,7 @@ def test_what_is_begun_counts_once_it_is_committed(store: CheckpointStore, tmp_p
     check(store.latest(), 2)
 
 
-def test_a_replaced_step_and_an_earlier_life(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_replaced_step_and_an_earlier_life(store: Checkpoints, tmp_path: Path) -> None:
     for step in (1, 2):
         save(store, step, writer(step))
     save(store, 2, writer(20))
@@ -118,7 +128,7 @@ def test_a_replaced_step_and_an_earlier_life(store: CheckpointStore, tmp_path: P
 
 
 @pytest.mark.parametrize("error", [RuntimeError("crash"), KeyboardInterrupt(), UserError("no")])
-def test_a_failing_write_leaves_the_previous(store: CheckpointStore, tmp_path: Path, error: BaseException) -> None:
+def test_a_failing_write_leaves_the_previous(store: Checkpoints, tmp_path: Path, error: BaseException) -> None:
     def crash(directory: Path) -> None:
         writer(2)(directory)
         raise error
@@ -134,13 +144,14 @@ def test_a_failing_write_leaves_the_previous(store: CheckpointStore, tmp_path: P
 
 
 @pytest.mark.parametrize("call", ["begin(2, die)", "begin(2, write), store.commit(2, lambda: die(Path()))"])
-def test_a_killed_process_leaves_the_previous(store: CheckpointStore, tmp_path: Path, call: str) -> None:
+def test_a_killed_process_leaves_the_previous(store: Checkpoints, tmp_path: Path, call: str) -> None:
     save(store, 1, writer(1))
     script = f"""
 import os, signal
 from pathlib import Path
 from ragr1_actors.core.files import write_json
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
+from ragr1_actors.runs.store import RunStore
 
 def write(directory):
     write_json(directory / "state.json", {{"value": 2}})
@@ -149,7 +160,7 @@ def die(directory):  # without any clean-up, as by the out-of-memory killer
     write(directory) if directory.name else None
     os.kill(os.getpid(), signal.SIGKILL)
 
-store = CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r}))
+store = Checkpoints(RunStore({str(tmp_path / "run")!r}))
 store.{call}
 """
     child = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
@@ -161,7 +172,7 @@ store.{call}
     assert names(tmp_path) == ["step_1", "step_2"]
 
 
-def test_a_crash_between_the_renames_of_a_replacement(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_crash_between_the_renames_of_a_replacement(store: Checkpoints, tmp_path: Path) -> None:
     directory = tmp_path / "run" / "checkpoints"
     save(store, 3, writer(3)).rename(directory / ".replaced_step_3")
     check(store.latest(), 3)
@@ -170,7 +181,7 @@ def test_a_crash_between_the_renames_of_a_replacement(store: CheckpointStore, tm
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_no_room(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_no_room(store: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     save(store, 1, writer(1))
 
     def full(descriptor: int) -> None:
@@ -184,7 +195,7 @@ def test_no_room(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.Mon
     check(store.latest(), 1)
 
 
-def test_no_room_for_real(store: CheckpointStore, tmp_path: Path) -> None:
+def test_no_room_for_real(store: Checkpoints, tmp_path: Path) -> None:
     """In a separate process, as the limit would hold for pytest's output too."""
     save(store, 1, writer(1))
     script = f"""
@@ -193,19 +204,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ragr1_actors.core.files import Part, write_json, write_parts
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.core.errors import UserError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-store = CheckpointStore(Path({str(tmp_path / "run" / "checkpoints")!r}))
+store = Checkpoints(RunStore({str(tmp_path / "run")!r}))
 parts = {{"w": Part(np.zeros(1000), 0, (1000,))}}
 for write in (
     lambda directory: write_parts(directory / "w.safetensors", parts),
     lambda directory: write_json(directory / "big.json", list(range(1000))),
 ):
     with pytest.raises(UserError, match="no room"):
-        store.commit(2, lambda: write(store.begin(2, lambda directory: None)))
+        store.commit(2, lambda: write(store.begin(2, lambda directory: None).path))
 with pytest.raises(OSError, match="File too large") as error:
     write_parts(Path({str(tmp_path)!r}) / "w.safetensors", parts)
 assert error.value.errno == errno.EFBIG
@@ -219,7 +231,7 @@ assert error.value.errno == errno.EFBIG
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write a checkpoint"):
-        save(CheckpointStore(tmp_path / "file"), 1, writer(1))
+        save(Checkpoints(RunStore(tmp_path / "file")), 1, writer(1))
 
 
 def test_tensors_and_json_round_trip(tmp_path: Path) -> None:

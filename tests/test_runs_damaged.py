@@ -25,9 +25,10 @@ from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
 from ragr1_actors.core.files import LEARNER_FILE, read_learner
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
 from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.training.stages import TrainingRun
@@ -253,11 +254,11 @@ def test_a_damaged_report_is_written_again(run_dir: Path, report: bytes) -> None
 
 
 def test_what_to_do_about_a_checkpoint_names_the_newest_of_the_others(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, num_to_keep=3)
+    store = Checkpoints(RunStore(tmp_path), num_to_keep=3)
     for step in (2, 9, 10):
         store.begin(step, lambda directory: None)
         store.commit(step)
-    assert store.without(tmp_path / "step_10").endswith("goes on from step_9")
+    assert store.recovery_hint(tmp_path / "checkpoints" / "step_10").endswith("goes on from step_9")
 
 
 def test_nothing_else_is_printed_about_weights_of_other_shapes(run_dir: Path) -> None:

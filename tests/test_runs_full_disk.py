@@ -19,8 +19,9 @@ from cluster.storage import Artifact, Storage, read_contents
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.schema import read_trajectories
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.engine
@@ -140,7 +141,7 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_run_and_resume_goes_on(
     assert stderr.count("\n") == 1  # one sentence, however long
     assert "--resume" in stderr
     assert wait_for(lambda: ended(children), 120)
-    assert CheckpointStore(run_dir / "checkpoints").latest() == checkpoint
+    assert Checkpoints(RunStore(run_dir)).latest() == checkpoint
     assert digests(checkpoint) == before
 
     (disk / FILLER).unlink()

@@ -10,7 +10,6 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
 from ragr1_actors.core.types import Task
 from ragr1_actors.runs.checkpoint import STATE_FILE, Books, RunState
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import (
     change_learners,
     create_run_directory,
@@ -20,6 +19,7 @@ from ragr1_actors.runs.run_directory import (
     steps_in_sft,
     with_newest_policy,
 )
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.curriculum import Shuffle
 from ragr1_actors.training.task_ledger import TaskLedger
@@ -120,7 +120,7 @@ def test_a_run_begins_with_the_newest_policy_of_another(
 def test_a_run_that_began_with_the_policy_of_another_goes_on_by_the_same_words(run: Path, tmp_path: Path) -> None:
     stored = with_newest_policy(beginning_with(run))
     create_run_directory(stored, tmp_path / "second")
-    place = find_place(tmp_path / "second")
+    place = find_store(tmp_path / "second")
     add_checkpoint(run, 30, 300)  # the first run has gone on since
     assert start_again(place, stored, beginning_with(run)) == stored
     assert change_learners(place, stored, [f"policy.model={run}", "learners.zero_stage=2"]).policy == stored.policy

@@ -43,9 +43,10 @@ from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.summary import GroupSummary
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
@@ -203,7 +204,7 @@ def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
         TrainingRun(config, run_dir, Console(quiet=True)).execute()
     TrainingRun(config, run_dir, Console(quiet=True)).execute()
     assert rows(run_dir) == rows(whole)
-    theirs, ours = (CheckpointStore(directory / "checkpoints").latest() for directory in (whole, run_dir))
+    theirs, ours = (Checkpoints(RunStore(directory)).latest() for directory in (whole, run_dir))
     assert theirs is not None
     assert ours is not None
     expected, found = (read_tensors(path / "learner.safetensors") for path in (theirs, ours))
@@ -439,7 +440,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "--resume" in stderr
-    checkpoint = CheckpointStore(run_dir / "checkpoints").latest()
+    checkpoint = Checkpoints(RunStore(run_dir)).latest()
     assert checkpoint is not None
     state = read_json(checkpoint / "state.json")
     assert 3 <= state["iteration"] < num_iterations

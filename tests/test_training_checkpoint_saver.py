@@ -19,11 +19,13 @@ from small_world import invoke
 from learners import learner_group
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.digests import FileDigest
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.files import LEARNER_FILE, Part, read_json, read_tensors, write_parts
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm, OnProgress
 from ragr1_actors.training.checkpoint_saver import CheckpointSaver
@@ -41,11 +43,11 @@ def learners(tmp_path: Path) -> Iterator[LearnerGroup]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", num_to_keep=2)
+def store(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(RunStore(tmp_path), num_to_keep=2)
 
 
-def steps(store: CheckpointStore) -> list[int]:
+def steps(store: Checkpoints) -> list[int]:
     newest = store.latest()
     return sorted(int(path.name.removeprefix("step_")) for path in newest.parent.glob("step_*")) if newest else []
 
@@ -83,7 +85,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 
 def test_the_learner_continues_while_its_earlier_state_is_written(
-    learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
+    learners: LearnerGroup, store: Checkpoints, disk: SlowDisk
 ) -> None:
     saver = CheckpointSaver(store, learners)
     first = update(learners)
@@ -106,9 +108,7 @@ def test_the_learner_continues_while_its_earlier_state_is_written(
     assert_same(update(learners), third)
 
 
-def test_a_write_error_is_raised_by_the_next_call(
-    learners: LearnerGroup, store: CheckpointStore, disk: SlowDisk
-) -> None:
+def test_a_write_error_is_raised_by_the_next_call(learners: LearnerGroup, store: Checkpoints, disk: SlowDisk) -> None:
     saver = CheckpointSaver(store, learners)
     disk.is_free.set()
     saver.begin(1, {}, None)
@@ -178,10 +178,11 @@ def test_a_run_keeps_its_best_checkpoint_and_it_can_be_asked(tmp_path: Path) -> 
 
 
 def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
-    learners: LearnerGroup, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    learners: LearnerGroup, store: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner_group, "write_parts", lambda *arguments: None)  # as on a disk of another node
-    monkeypatch.setattr(learner_group, "digest_files", lambda *arguments: {})
+    written = {LEARNER_FILE: FileDigest(1, "9f2c")}
+    monkeypatch.setattr(learner_group, "digest_files", lambda *arguments: written)
     saver = CheckpointSaver(store, learners)
     saver.begin(1, {"iteration": 1}, None)
     with pytest.raises(UserError, match="file system that its node and this one share"):

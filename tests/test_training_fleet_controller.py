@@ -12,10 +12,10 @@ import pytest
 from small_world import invoke, make_files, make_recipe, started, wait_for
 
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, withdraw_order, write_answer, write_order
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_decisions, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.preflight import check_names
@@ -102,12 +102,12 @@ def test_a_run_that_does_not_answer_gets_its_order_withdrawn(tmp_path: Path) -> 
     said = invoke("scale", str(tmp_path / "run"), "--runners", "2", "--timeout-s", "0.3")
     assert "no answer from the run in" in said
     assert "is withdrawn" in said
-    assert read_order(find_place(tmp_path / "run")) is None
+    assert read_order(find_store(tmp_path / "run")) is None
 
 
 def test_the_order_of_another_person_is_kept(tmp_path: Path) -> None:
     create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
-    place = find_place(tmp_path / "run")
+    place = find_store(tmp_path / "run")
     write_order(place, ScaleOrder(order_id="theirs", sizes={"runners": 2}))
     withdraw_order(place, "mine")
     assert read_order(place) is not None
@@ -125,15 +125,15 @@ def test_sizes_are_bounded_and_uris_are_read(tmp_path: Path) -> None:
 
 def test_an_answer_to_another_order_is_none(tmp_path: Path) -> None:
     create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
-    write_answer(find_place(tmp_path / "run"), ScaleAnswer(order_id="another", message="runners 1 -> 2"))
+    write_answer(find_store(tmp_path / "run"), ScaleAnswer(order_id="another", message="runners 1 -> 2"))
     said: list[str] = []
     asking = threading.Thread(target=lambda: said.append(invoke("scale", str(tmp_path / "run"), "--runners", "3")))
     asking.start()
-    assert wait_for(lambda: read_order(find_place(tmp_path / "run")) is not None, 30)
-    order = read_order(find_place(tmp_path / "run"))
+    assert wait_for(lambda: read_order(find_store(tmp_path / "run")) is not None, 30)
+    order = read_order(find_store(tmp_path / "run"))
     assert order is not None
     assert order.sizes == {"runners": 3}
-    write_answer(find_place(tmp_path / "run"), ScaleAnswer(order_id=order.order_id, message="no", is_refused=True))
+    write_answer(find_store(tmp_path / "run"), ScaleAnswer(order_id=order.order_id, message="no", is_refused=True))
     asking.join(30)
     assert said == ["error: the run refused: no"]
 

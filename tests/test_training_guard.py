@@ -20,9 +20,10 @@ from learners.deepspeed.deepspeed_engine import Schedule
 from ragr1_actors.core.config import GuardSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.types import Task
-from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
+from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
@@ -367,7 +368,7 @@ def test_a_roll_back_saves_the_policy_and_the_books(
         "lost": 0,
         "doubled": 0,
     }
-    newest = CheckpointStore(run_dir / "checkpoints").latest()
+    newest = Checkpoints(RunStore(run_dir)).latest()
     assert newest is not None
     state = read_state(newest)
     assert state.iteration == 18
@@ -382,7 +383,7 @@ def test_a_stop_ends_with_one_sentence_and_a_checkpoint(files: Path, pretrained:
         UserError, match=r"the guard stopped the run .*, at iteration \d+: rollout/well_formed is .*--resume"
     ):
         go_on(pretrained, run_dir, config)
-    newest = CheckpointStore(run_dir / "checkpoints").latest()
+    newest = Checkpoints(RunStore(run_dir)).latest()
     assert newest is not None
     stopped = read_state(newest)
     (alarm,) = stopped.extra["guard"]["alarms"]

@@ -14,8 +14,9 @@ from small_world import SHORT, make_config, make_files
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.files import LEARNER_FILE, read_learner
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.stages import TrainingRun
 
@@ -54,7 +55,7 @@ def run_config(files: Path, algorithm: str, num_learners: int) -> RunConfig:
 
 
 def newest_state(run_dir: Path) -> tuple[str, dict[str, np.ndarray]]:
-    newest = CheckpointStore(run_dir / "checkpoints").latest()
+    newest = Checkpoints(RunStore(run_dir)).latest()
     assert newest is not None
     return newest.name, dict(read_learner(newest / LEARNER_FILE))
 

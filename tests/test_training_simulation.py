@@ -23,7 +23,6 @@ import pytest
 from rich.console import Console
 from small_world import invoke
 
-from cluster.storage import Storage
 from ragr1_actors.cli import simulate as cli
 from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling, SearchRequests
 from ragr1_actors.core.errors import DataError
@@ -31,8 +30,8 @@ from ragr1_actors.core.types import Sampling
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.runs.bottleneck import Limit
-from ragr1_actors.runs.places import StoredPlace, find_place
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
+from ragr1_actors.runs.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
@@ -301,7 +300,7 @@ def test_times_read_from_a_run_are_those_that_it_took(tmp_path: Path) -> None:
     assert found.pace.learner.trajectory_s == pytest.approx(0.01)
     assert found.pace.learner.publish_s == pytest.approx(0.5)
     uri = f"file://{tmp_path / 'stored'}"
-    with StoredPlace(Storage(uri)) as place:
+    with RunStore(uri) as place:
         for name in ("config.yaml", "metrics.jsonl"):
             shutil.copy(tmp_path / name, place.path)
         shutil.copytree(tmp_path / "trajectories", place.path / "trajectories")
@@ -320,7 +319,7 @@ def as_metrics(iteration: Iteration, simulator: Simulator) -> dict[str, float]:
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_run_without_times_is_refused(tmp_path: Path, scheme: str) -> None:
     run_dir = f"{scheme}{tmp_path / 'run'}"
-    create_run_directory(configured(), place := find_place(run_dir))
+    create_run_directory(configured(), place := find_store(run_dir))
     with closing(MetricsLogger(place.path)) as logger:
         logger.log("rl", 1, {"time/iteration_s": 1.0})
     place.upload()

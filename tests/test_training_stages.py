@@ -40,10 +40,11 @@ from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.report_page import facts
 from ragr1_actors.rollout.gateway.agents import AgentSession
-from ragr1_actors.runs.checkpoint import CheckpointStore
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scores import read_scores
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
@@ -128,7 +129,7 @@ def test_an_interrupted_run_has_its_page_and_ends_as_interrupted(
     printed = io.StringIO()
     with pytest.raises(TerminationError):
         TrainingRun(config, run_dir, Console(file=printed, width=300)).execute()
-    assert CheckpointStore(run_dir / "checkpoints").latest() is not None
+    assert Checkpoints(RunStore(run_dir)).latest() is not None
     assert not (run_dir / "report.json").exists()
     if obstacle:
         assert "report.html was not written: " in printed.getvalue()
@@ -397,7 +398,7 @@ def test_sigterm_writes_a_checkpoint_and_ends_all_actors(files: Path, tmp_path: 
     assert process.returncode == 143, stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr and "Stack" not in stderr, stderr
-    assert CheckpointStore(run_dir / "checkpoints").latest() is not None
+    assert Checkpoints(RunStore(run_dir)).latest() is not None
     assert "not finished: " in (run_dir / "report.html").read_text()
     assert wait_for(lambda: ended(children), 120)
 

@@ -28,7 +28,7 @@ from ragr1_actors.cli import main as cli
 from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.runs.places import StoredPlace, find_place
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.view import server as view_server
 from ragr1_actors.view.index import Index
 from ragr1_actors.view.payloads import TokenPieces
@@ -43,7 +43,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: ap
 @asynccontextmanager
 async def served(run_dir: Path) -> AsyncIterator[ViewServer]:
     index = Index(run_dir / "trajectories", run_dir / "view")
-    async with ViewServer(index, "my <b>run</b>", partial(tokenizer_folders, find_place(run_dir), "a-model")) as server:
+    async with ViewServer(index, "my <b>run</b>", partial(tokenizer_folders, find_store(run_dir), "a-model")) as server:
         yield server
 
 
@@ -255,13 +255,13 @@ async def test_tokens_become_text_with_the_first_checkpoint(tmp_path: Path) -> N
 def test_the_tokenizer_is_that_of_the_model_or_the_newest_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "run"
     keep_tokenizer(tmp_path / "model")
-    assert TokenPieces(tokenizer_folders(find_place(run), str(tmp_path / "model"))).of([5]) == ["five"]
-    assert TokenPieces(tokenizer_folders(find_place(run), "a-model")).of([5]) == ["5"]
+    assert TokenPieces(tokenizer_folders(find_store(run), str(tmp_path / "model"))).of([5]) == ["five"]
+    assert TokenPieces(tokenizer_folders(find_store(run), "a-model")).of([5]) == ["5"]
     keep_tokenizer(tmp_path / "step" / "policy")
     (tmp_path / "step" / "policy" / "model.safetensors").write_bytes(b"weights")
-    stored = find_place(run.as_uri())
-    assert isinstance(stored, StoredPlace)
-    stored.storage.put(tmp_path / "step", "checkpoints/step_10")
+    stored = find_store(run.as_uri())
+    assert stored.remote is not None
+    stored.remote.put(tmp_path / "step", "checkpoints/step_10")
     *_, folder = tokenizer_folders(stored, "a-model")
     assert TokenPieces([folder]).is_text and not (folder / "model.safetensors").exists()
 

@@ -24,7 +24,7 @@ from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.summary import summarize
-from ragr1_actors.runs.places import SFT_POLICY
+from ragr1_actors.runs.layout import SFT_POLICY
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics
 from ragr1_actors.training.buffer import rollout_samples, take_histograms

@@ -331,20 +331,20 @@ def _kinds(config: RunConfig) -> list[str]:
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
     """Order a run under way to kill some of its actors; its driver and other runs are left alone."""
     from ragr1_actors.cli.scale import check_under_way, give_order
-    from ragr1_actors.runs.places import find_place
+    from ragr1_actors.runs.store import find_store
 
-    place = find_place(run)
-    kinds = _kinds(check_under_way(place))
+    store = find_store(run)
+    kinds = _kinds(check_under_way(store))
     if not kinds:
-        raise UserError(f"{place} has no actors: its driver does everything")
+        raise UserError(f"{store} has no actors: its driver does everything")
     if is_asked:
-        typer.confirm(f"kill {kills} actors ({', '.join(kinds)}) of the run in {place}?", abort=True)
+        typer.confirm(f"kill {kills} actors ({', '.join(kinds)}) of the run in {store}?", abort=True)
     rng = random.Random(f"chaos {seed}")
     for number in range(kills):
         if number:
             time.sleep(every_s)
         order, deadline = {"kill": FLEETS[rng.choice(kinds)]}, time.monotonic() + ANSWER_TIMEOUT_S
-        while (answer := give_order(place, order, ANSWER_TIMEOUT_S)).is_refused:  # it has lost the last one of a kind
+        while (answer := give_order(store, order, ANSWER_TIMEOUT_S)).is_refused:  # it has lost the last one of a kind
             if time.monotonic() > deadline:
                 raise UserError(f"the run refused: {answer.message}")
             time.sleep(_LOOK_INTERVAL_S)

@@ -50,8 +50,8 @@ from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, e
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from envs.checker import Check
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.runs.places import Place
     from ragr1_actors.runs.report import RunReport
+    from ragr1_actors.runs.store import RunStore
 
 
 class Commands(Group):
@@ -158,15 +158,15 @@ def train(
 ) -> None:
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with ended_during_imports(START_AGAIN):
-        from cluster.storage import is_uri
         from cluster.submit import stop_warning
-        from ragr1_actors.runs.places import INDEX, POLICY, find_place
+        from ragr1_actors.runs.layout import INDEX, POLICY
         from ragr1_actors.runs.run_directory import (
             holds_run,
             open_run_directory,
             refuse_last_release,
             removed_if_unused,
         )
+        from ragr1_actors.runs.store import find_store
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
         from ragr1_actors.training.planning.gpus import check_gpus
         from ragr1_actors.training.planning.preflight import check_names
@@ -177,47 +177,47 @@ def train(
     if (resume or auto_resume) and run_dir is None:
         option = "--resume" if resume else "--auto-resume"
         raise UserError(f"{option} needs --run-dir, the directory that the run printed when it started")
-    place = find_place(run_dir or _new_run_dir(recipe))
-    if resume or (auto_resume and holds_run(place)):
-        config = open_run_directory(place)
-        if (place.path / "report.json").exists():
-            print_line(f"{place} is finished; see it with: {advised('report', str(place))}")
+    store = find_store(run_dir or _new_run_dir(recipe))
+    if resume or (auto_resume and holds_run(store)):
+        config = open_run_directory(store)
+        if (store.path / "report.json").exists():
+            print_line(f"{store} is finished; see it with: {advised('report', str(store))}")
             return
-        refuse_last_release(place)
-        config = _continued(place, config, recipe, overrides or [], is_same=not resume)
-        check_names(config, has_index=place.bring(INDEX).is_dir(), has_policy=place.bring(POLICY).is_dir())
+        refuse_last_release(store)
+        config = _continued(store, config, recipe, overrides or [], is_same=not resume)
+        check_names(config, has_index=store.bring(INDEX).is_dir(), has_policy=store.bring(POLICY).is_dir())
         check_gpus(config)
-        config = check_services(config, place)
+        config = check_services(config, store)
         cleaned: AbstractContextManager[None] = nullcontext()
         words: tuple[str, ...] = ()
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
         _check_profile(config, profile)
-        config, cleaned, words = _begin(config, place), removed_if_unused(place), (recipe, *(overrides or []))
-    lasts = run_dir is not None and (is_uri(run_dir) or Path(run_dir).is_absolute())
-    advice = how_to_continue(recipe, str(place), lasts=lasts, repeats=resume or auto_resume)
+        config, cleaned, words = _begin(config, store), removed_if_unused(store), (recipe, *(overrides or []))
+    lasts = run_dir is not None and (store.remote is not None or store.path.is_absolute())
+    advice = how_to_continue(recipe, str(store), lasts=lasts, repeats=resume or auto_resume)
     with exit_on_interrupt(advice), cleaned:
-        console.print(describe_start(recipe, config, str(place)))
-        _run(config, place, advice, profile, words)
-    print_line(f"try: {advised('ask', str(place), _question(place))}")
+        console.print(describe_start(recipe, config, str(store)))
+        _run(config, store, advice, profile, words)
+    print_line(f"try: {advised('ask', str(store), _question(store))}")
 
 
-def _continued(place: Place, stored: RunConfig, recipe: str, overrides: list[str], *, is_same: bool) -> RunConfig:
+def _continued(store: RunStore, stored: RunConfig, recipe: str, overrides: list[str], *, is_same: bool) -> RunConfig:
     """Return the configuration with which a run goes on; ``is_same``: recipe and overrides are those of its start."""
     from ragr1_actors.runs.run_directory import change_learners, check_recipe, start_again
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     if is_same:
-        return start_again(place, stored, AlgorithmConfig.from_recipe(recipe).override(overrides).freeze())
-    if note := check_recipe(place, stored, recipe):
+        return start_again(store, stored, AlgorithmConfig.from_recipe(recipe).override(overrides).freeze())
+    if note := check_recipe(store, stored, recipe):
         print_error(f"warning: {note}", "yellow")
-    return change_learners(place, stored, overrides)
+    return change_learners(store, stored, overrides)
 
 
-def _question(place: Place) -> str:
+def _question(store: RunStore) -> str:
     """Return a question that the run can be asked."""
     try:
-        return evaluate.example_question(place.path)
+        return evaluate.example_question(store.path)
     except DataError as error:  # the run is complete all the same
         print_error(f"note: {error}", style="yellow")
         return evaluate.NO_EXAMPLE
@@ -285,39 +285,39 @@ def report(
     is_opened: Annotated[bool, typer.Option("--open", help="Do as --html, and open the page in a browser.")] = False,
 ) -> None:
     """Print the report of a finished run, or write its page of charts at any time."""
-    from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.runs.store import find_store
 
     as_html = as_html or is_opened
     if (as_html and as_json) or (out is not None and not as_html):
         raise ConfigError("--html excludes --json, and --out is the file of --html; give --html alone or with --out")
-    place = find_place(run)
-    config = open_run_directory(place)
+    store = find_store(run)
+    config = open_run_directory(store)
     if as_html:
-        page = _write_page(place, config, out)
+        page = _write_page(store, config, out)
         has_browser = is_opened and webbrowser.open(page.as_uri())
         print_line(str(page) if has_browser else f"open {page} in a browser")
         return
-    found = read_report(place.path)
+    found = read_report(store.path)
     if as_json:
-        print_json(json.loads((place.path / REPORT_JSON).read_text(encoding="utf-8")))
+        print_json(json.loads((store.path / REPORT_JSON).read_text(encoding="utf-8")))
     else:
         console.print(render_table(found))
 
 
-def _write_page(place: Place, config: RunConfig, out: Path | None) -> Path:
+def _write_page(store: RunStore, config: RunConfig, out: Path | None) -> Path:
     """Write the page of a run and return its path."""
     from cluster.storage import is_uri
     from ragr1_actors.report_page.page import write_page
     from ragr1_actors.runs.report import REPORT_HTML, REPORT_JSON, read_report
 
-    path = (out or (Path(REPORT_HTML) if is_uri(str(place)) else place.path / REPORT_HTML)).absolute()
+    path = (out or (Path(REPORT_HTML) if is_uri(str(store)) else store.path / REPORT_HTML)).absolute()
     if path.exists() and not path.is_file():  # a device would be replaced
         raise DataError(f"{shortened(str(path))} is no regular file; choose another --out")
-    report = read_report(place.path) if (place.path / REPORT_JSON).is_file() else None
+    report = read_report(store.path) if (store.path / REPORT_JSON).is_file() else None
     try:
-        write_page(path, Path(str(place).partition("?")[0]).name, config, place.path, report)
+        write_page(path, Path(str(store).partition("?")[0]).name, config, store.path, report)
     except OSError as error:
         raise DataError(f"{shortened(str(path))} cannot be written ({error.strerror}); choose another --out") from error
     return path
@@ -454,7 +454,7 @@ def main() -> None:
         sys.exit(2)
 
 
-def _begin(config: RunConfig, place: Place) -> RunConfig:
+def _begin(config: RunConfig, store: RunStore) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
     from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
     from ragr1_actors.training.planning.gpus import check_gpus
@@ -471,16 +471,18 @@ def _begin(config: RunConfig, place: Place) -> RunConfig:
         console.print(f"learners.micro_batch_tokens={config.learners.micro_batch_tokens}, the largest that fits here")
     for warning in check_room(config, Path.cwd()):
         print_error(f"warning: {warning}", "yellow")
-    create_run_directory(config, place)
+    create_run_directory(config, store)
     return config
 
 
-def _run(config: RunConfig, place: Place, advice: str, num_profiled: int = 0, words: Sequence[str] = ()) -> RunReport:
+def _run(
+    config: RunConfig, store: RunStore, advice: str, num_profiled: int = 0, words: Sequence[str] = ()
+) -> RunReport:
     """Take a run to its end and print its table; ``advice`` is what an interrupt before its start prints."""
     with ended_during_imports(advice):
         from ragr1_actors.training.stages import TrainingRun
 
-    run = TrainingRun(config, place, console, num_profiled=num_profiled, words=words)
+    run = TrainingRun(config, store, console, num_profiled=num_profiled, words=words)
     report = run.execute()
     run.describe_end(report)
     return report

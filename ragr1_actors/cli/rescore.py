@@ -28,13 +28,13 @@ def rescore(
     """Compute the rewards of a run's trajectories again, with another reward. Nothing is sampled."""
     from ragr1_actors.core.resolve import override, resolve
     from ragr1_actors.core.schema import TRAJECTORIES
-    from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.runs.store import find_store
     from ragr1_actors.training.evaluation.rescore import Rescored
     from ragr1_actors.training.evaluation.rescore import rescore as compute
 
-    place = find_place(run)
-    sections = override(open_run_directory(place).model_dump(), [*(overrides or []), f"environment.reward={reward}"])
+    store = find_store(run)
+    sections = override(open_run_directory(store).model_dump(), [*(overrides or []), f"environment.reward={reward}"])
     _check_overrides(overrides or [])
 
     def show(found: Rescored) -> None:
@@ -47,7 +47,7 @@ def rescore(
             f"   changed {found.changed:.3f}   correlation {correlation}"
         )
 
-    compute(resolve(sections), place.bring(TRAJECTORIES).parent, out, show)
+    compute(resolve(sections), store.bring(TRAJECTORIES).parent, out, show)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -14,8 +14,8 @@ from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.runs.places import Place
     from ragr1_actors.runs.scale_order import ScaleAnswer
+    from ragr1_actors.runs.store import RunStore
 
 _LOOK_INTERVAL_S = 0.2
 SizeOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Replicas from now on.")]
@@ -30,31 +30,31 @@ def scale(
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="How long to wait for the run.")] = 120.0,
 ) -> None:
     """Change how many env runners, retrievers and encoders a live run has; the sizes hold until --auto."""
-    from ragr1_actors.runs.places import find_place
+    from ragr1_actors.runs.store import find_store
 
     sizes = {"runners": runners, "retrievers": retrievers, "encoders": encoders}
     chosen = {name: size for name, size in sizes.items() if size is not None}
     if bool(chosen) == auto:
         raise UserError("got no size or --auto with one; give --runners, --retrievers or --encoders, or only --auto")
-    place = find_place(run)
-    check_under_way(place)
-    answer = give_order(place, {"sizes": chosen}, timeout_s)
+    store = find_store(run)
+    check_under_way(store)
+    answer = give_order(store, {"sizes": chosen}, timeout_s)
     if answer.is_refused:
         raise UserError(f"the run refused: {answer.message}")
-    print_line(answer.message if auto else f"{answer.message}; until {advised('scale', str(place), '--auto')}")
+    print_line(answer.message if auto else f"{answer.message}; until {advised('scale', str(store), '--auto')}")
 
 
-def check_under_way(place: Place) -> RunConfig:
+def check_under_way(store: RunStore) -> RunConfig:
     """Return the configuration of a run; ``UserError`` if there is none, or it has ended."""
     from ragr1_actors.runs.run_directory import open_run_directory
 
-    config = open_run_directory(place)
-    if (place.path / "report.json").exists():
-        raise UserError(f"{place} is finished; give a run that is under way")
+    config = open_run_directory(store)
+    if (store.path / "report.json").exists():
+        raise UserError(f"{store} is finished; give a run that is under way")
     return config
 
 
-def give_order(place: Place, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
+def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
     """Give a run that is under way an order, a ``ScaleOrder`` without its id, and return the answer.
 
     Raises:
@@ -63,17 +63,17 @@ def give_order(place: Place, content: dict[str, Any], timeout_s: float) -> Scale
     from ragr1_actors.runs.scale_order import ScaleOrder, read_answer, withdraw_order, write_order
 
     order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), **content})
-    write_order(place, order)
+    write_order(store, order)
     deadline = time.monotonic() + timeout_s
     try:
-        while (answer := read_answer(place)) is None or answer.order_id != order.order_id:
+        while (answer := read_answer(store)) is None or answer.order_id != order.order_id:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"no answer from the run in {place} within {timeout_s:g} s, and the order is withdrawn: it is not "
+                    f"no answer from the run in {store} within {timeout_s:g} s, and the order is withdrawn: it is not "
                     "under way, still starts, or writes a checkpoint; try again when its progress line moves"
                 )
             time.sleep(_LOOK_INTERVAL_S)
     except BaseException:  # Ctrl-C too
-        withdraw_order(place, order.order_id)
+        withdraw_order(store, order.order_id)
         raise
     return answer

@@ -13,7 +13,7 @@ import typer
 from ragr1_actors.cli import print_line
 
 if TYPE_CHECKING:
-    from ragr1_actors.runs.places import Place
+    from ragr1_actors.runs.store import RunStore
 
 
 def view(
@@ -28,33 +28,34 @@ def view(
     from cluster.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
-    from ragr1_actors.runs.places import find_place
     from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.runs.store import find_store
     from ragr1_actors.view.index import PARTS, Index
     from ragr1_actors.view.server import ViewServer, run_view
 
-    place = find_place(run)
-    model = open_run_directory(place).policy.model
+    store = find_store(run)
+    model = open_run_directory(store).policy.model
     with scratch_folder() as folder:
-        parts = folder if is_uri(run) or not _is_writable(place.path) else place.path / PARTS
-        tokenizers: Callable[[], Iterable[Path]] = partial(tokenizer_folders, place, model)
+        parts = folder if is_uri(run) or not _is_writable(store.path) else store.path / PARTS
+        tokenizers: Callable[[], Iterable[Path]] = partial(tokenizer_folders, store, model)
         if is_uri(run):  # asked once
             tokenizers = partial(list, list(tokenizers()))
-        server = ViewServer(Index(place.bring(TRAJECTORIES), parts), str(place), tokenizers, port=port)
+        server = ViewServer(Index(store.bring(TRAJECTORIES), parts), str(store), tokenizers, port=port)
         run_view(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))
 
 
-def tokenizer_folders(place: Place, model: str) -> Iterator[Path]:
+def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:
     """Yield the folders of a run that may hold its tokenizer; ``model`` is its ``policy.model``."""
     from ragr1_actors.core.files import POLICY_FOLDER
     from ragr1_actors.core.folders import on_this_node, part_of
     from ragr1_actors.core.resolve import TINY, path_of
-    from ragr1_actors.runs.places import POLICY, SFT_POLICY
+    from ragr1_actors.runs.checkpoint import Checkpoints
+    from ragr1_actors.runs.layout import POLICY, SFT_POLICY
 
-    yield from (place.bring(POLICY), place.bring(SFT_POLICY))
+    yield from (store.bring(POLICY), store.bring(SFT_POLICY))
     if (folder := path_of(model, TINY)) is not None:
         yield folder
-    if (newest := place.checkpoints().latest()) is not None:
+    if (newest := Checkpoints(store).latest()) is not None:
         yield Path(on_this_node(part_of(newest, f"{POLICY_FOLDER}/tokenizer"))) / POLICY_FOLDER
 
 

@@ -96,11 +96,11 @@ def warn_of_unlisted(*folders: AnyFolder) -> None:
 
 
 @runtime_checkable
-class Sink(Protocol):
-    """Where processes on several nodes write the parts of one folder."""
+class FolderWriter(Protocol):
+    """Where processes on several nodes write one folder."""
 
     def part(self, name: str) -> AbstractContextManager[Path]:
-        """Return a context with a folder of this node; the files in it are in their place when the context ends.
+        """Return a context with a folder of this node; the files in it are delivered when the context ends.
 
         Raises:
             OSError: they cannot be written on this node.
@@ -110,8 +110,8 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class FolderSink:
-    """A folder that the nodes share."""
+class SharedFolder:
+    """A folder that the nodes share. It is a ``FolderWriter``."""
 
     path: Path
 
@@ -121,8 +121,3 @@ class FolderSink:
         self.path.mkdir(parents=True, exist_ok=True)
         yield self.path
         sync(self.path)
-
-
-def as_sink(folder: str | Path | Sink) -> Sink:
-    """Return a path as a ``FolderSink``, and a sink as it is."""
-    return folder if isinstance(folder, Sink) else FolderSink(Path(folder).absolute())

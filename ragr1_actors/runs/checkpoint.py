@@ -6,12 +6,15 @@
       step_10/            whole: it was renamed once everything in it was on disk
         digests.json      the files with their sizes and digests
         policy/           Hugging Face folder, with its own list
-        learner.safetensors, learner_1.safetensors, ...   one of each learner rank
-        state.json        ``RunState``
+        adapter/          of a run with ``learners.lora``: the adapters alone, with their own list
+        learner.safetensors, learner_1.safetensors, ...   weights, optimizer and schedule, a part from each learner rank
+        state.json        ``RunState``: how far the run was, the books of its tasks, what its guard has seen
+        score.json        only with checkpointing.best_metric: the policy's score on the held-out tasks
       step_20/
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
       .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
+At a URI they are objects, see ``whole_folders.py``.
 Nothing is pickled: loading a checkpoint from another source cannot run code.
 """
 
@@ -20,39 +23,30 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from ragr1_actors.core.digests import LIST_FILE, Digests, check_digests, digest_files, write_list
+from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files, write_list
 from ragr1_actors.core.errors import DataError, UserError, first_problem
-from ragr1_actors.core.files import (
-    WRITING,
-    error_number,
-    is_no_room,
-    learner_files,
-    read_json_as,
-    sync,
-    sync_tree,
-    write_json,
-)
-from ragr1_actors.core.folders import AnyFolder, Sink, compared, part_of
+from ragr1_actors.core.files import error_number, is_no_room, read_json_as, write_json
+from ragr1_actors.core.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.types import FailedTask
+from ragr1_actors.runs.layout import CHECKPOINTS
 from ragr1_actors.runs.report import StageReport, TaskCounts
+from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.alarms import GuardState
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"
 """The policy's score on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
 BEST = "best"
-_STEP = re.compile(r"step_(\d+)")
-_REPLACED = ".replaced_"
+_STEP = re.compile(rf"{CHECKPOINTS}/step_(\d+)")
 
 logger = logging.getLogger(__name__)
 
@@ -114,207 +108,133 @@ def read_state(checkpoint: AnyFolder) -> RunState:
     return read_json_as(RunState, folder / STATE_FILE)
 
 
-class Checkpoints(Protocol):
-    """The checkpoints of one run, see ``CheckpointStore``; each is whole or absent."""
+class Checkpoints:
+    """The checkpoints of one run: the newest ``num_to_keep`` and the best one; each is whole or absent."""
 
-    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path | Sink:
-        """Return where the learner ranks write the checkpoint of ``step``; ``write`` has written the driver's part."""
-        ...
-
-    def commit(self, step: int, finish: Callable[[], Digests] = ..., num_ranks: int = 0) -> AnyFolder:
-        """Call ``finish``, which returns what the ranks wrote, make the checkpoint whole, and return it.
-
-        What is not kept is removed.
-        """
-        ...
-
-    def is_best(self, score: float) -> bool:
-        """Return whether a checkpoint with this score would be the best."""
-        ...
-
-    def latest(self) -> AnyFolder | None:
-        """Return the newest whole checkpoint; None if there is none."""
-        ...
-
-    def best_until(self, step: int) -> AnyFolder | None:
-        """Return the best checkpoint up to ``step``, the newest if none has a score; None if there is none."""
-        ...
-
-    def without(self, checkpoint: AnyFolder) -> str:
-        """Return the end of a message on a damaged checkpoint."""
-        ...
-
-
-class CheckpointStore:
-    """The checkpoints of one run: ``step_<n>`` folders, the newest ``num_to_keep`` of them and the best one."""
-
-    def __init__(self, directory: Path, num_to_keep: int = 2, best_metric: str = "") -> None:
-        """Keep the newest ``num_to_keep`` (at least 1) checkpoints in ``directory``, and that with the best metric.
-
-        The first ``begin`` makes the directory. An empty ``best_metric`` is no scores.
-        """
-        self._directory = directory
+    def __init__(self, store: RunStore, num_to_keep: int = 2, best_metric: str = "") -> None:
+        """Keep the newest ``num_to_keep`` (at least 1) checkpoints, and that with the best metric if one is named."""
+        self._store = store
+        self._folders = store.folders
         self._num_to_keep = num_to_keep
         self._best_metric = best_metric
+        self._digests: Digests = {}  # of what the driver wrote
 
-    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> Path:
-        """Make the folder that ``commit`` will name ``step_<step>``, call ``write`` with it, and return it.
+    def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> FolderWriter:
+        """Begin a checkpoint, call ``write`` with a folder for the driver's files, and return where the ranks write.
 
-        More files may be written into it until ``commit``, which replaces a checkpoint of the same step. Only one
-        checkpoint is written at a time. ``score`` is the value of ``best_metric``; None keeps the score of the
-        checkpoint that is replaced.
+        Only one checkpoint is written at a time; ``commit`` replaces one of the same step. ``score`` is the value of
+        ``best_metric``; None keeps the score of the checkpoint that is replaced.
 
         Raises:
-            UserError: there is no room on disk, or the folder cannot be written. Earlier checkpoints do not change,
+            UserError: there is no room on disk, or the files cannot be written. Earlier checkpoints do not change,
                 also not when ``write`` raises.
         """
-        writing = self._writing(step)
-        with self._cleaned_up():
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._clean()
-            writing.mkdir()
-            before = self._directory / f"step_{step}" / SCORE_FILE
-            if score is not None and self._best_metric:
-                write_json(writing / SCORE_FILE, {"metric": self._best_metric, "value": score})
-            elif before.is_file():
-                shutil.copyfile(before, writing / SCORE_FILE)
-            write(writing)
-        return writing
+        name = checkpoint_name(step)
+        with self._discarded_if_it_fails(name):
+            before = self._folders.find(name)
+            writer = self._folders.begin(name)
+            with writer.part("driver") as folder:
+                if score is not None and self._best_metric:
+                    write_json(folder / SCORE_FILE, {"metric": self._best_metric, "value": score})
+                elif before is not None and (content := self._score_file(before)) is not None:
+                    (folder / SCORE_FILE).write_bytes(content)
+                write(folder)
+                self._digests = digest_files(folder, sorted(one.name for one in folder.iterdir() if one.is_file()))
+            self._writer = writer
+        return writer
 
-    def commit(self, step: int, finish: Callable[[], Digests] = dict, num_ranks: int = 0) -> Path:
-        """Call ``finish``, wait until the folder of ``begin`` is on disk, and rename it to ``step_<step>``.
+    def commit(self, step: int, finish: Callable[[], Digests] = dict) -> AnyFolder:
+        """Call ``finish``, which returns the digests of what the ranks wrote, make the checkpoint whole, and return it.
 
-        ``finish`` returns the digests of what the ranks wrote, which are listed with the driver's.
         Removes older checkpoints beyond ``num_to_keep``, but not the best one; and newer checkpoints: the run was
-        resumed from before them. Raises as ``begin``; ``UserError`` too if one of ``num_ranks`` wrote elsewhere.
+        resumed from before them. Raises as ``begin``; ``UserError`` too if a rank wrote elsewhere.
         """
-        final, writing = self._directory / f"step_{step}", self._writing(step)
-        with self._cleaned_up():
-            digests = finish()
-            for rank, name in enumerate(learner_files(num_ranks) if num_ranks else ()):
-                if not (writing / name).is_file():
-                    raise UserError(
-                        f"{writing} does not hold what learner rank {rank} wrote there; put --run-dir on a file system "
-                        "that its node and this one share, or on a storage such as s3://bucket/runs/mine"
-                    )
-            own = [name for name in (STATE_FILE, SCORE_FILE) if (writing / name).is_file()]
-            write_list(writing, digests | digest_files(writing, own))
-            sync_tree(writing)
-            if final.exists():  # a rename cannot replace a folder with content
-                final.rename(self._directory / f"{_REPLACED}{final.name}")
-            writing.rename(final)
-            sync(self._directory)
+        name = checkpoint_name(step)
+        with self._discarded_if_it_fails(name):
+            digests = finish() | self._digests
+            with self._writer.part("list") as folder:
+                write_list(folder, digests)
+            self._store.upload()  # what the checkpoint refers to, such as the metrics so far
+            found = self._folders.commit(name, [*digests, LIST_FILE])
             self._prune(step)
-        self._clean()
-        return final
-
-    def _writing(self, step: int) -> Path:
-        return self._directory / f"{WRITING}step_{step}"
+        return found
 
     @contextmanager
-    def _cleaned_up(self) -> Iterator[None]:
+    def _discarded_if_it_fails(self, name: str) -> Iterator[None]:
         """Remove what is half written if the block raises, Ctrl-C included."""
-        is_whole = False
+        is_whole, place = False, f"{self._store}/{CHECKPOINTS}"
         try:
             yield
             is_whole = True
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):
-                raise UserError(f"cannot write a checkpoint into {self._directory}: {error}") from error
+                raise UserError(f"cannot write a checkpoint into {place}: {error}") from error
             raise UserError(
-                f"no room to write a checkpoint into {self._directory} ({os.strerror(error_number(error))}); free some "
-                "space and go on with --resume: earlier checkpoints are whole"
+                f"no room to write a checkpoint into {place} ({os.strerror(error_number(error))}); free some space and "
+                "go on with --resume: earlier checkpoints are whole"
             ) from error
         finally:
             if not is_whole:
-                self._clean()
+                self._folders.discard(name)
 
     def is_best(self, score: float) -> bool:
         """Return whether a checkpoint with this score would be the best; False without a ``best_metric``."""
         best = self._best(self._whole())
         return bool(self._best_metric) and (best is None or score > best[0])
 
-    def _best(self, whole: dict[int, Path]) -> tuple[float, Path] | None:
-        """Return the highest score and the newest checkpoint with it; None if no checkpoint has a score."""
-        newest_first = [path for _, path in sorted(whole.items(), reverse=True)]
-        scored = [(score, path) for path in newest_first if (score := self._score(path)) is not None]
-        return max(scored, key=lambda entry: entry[0], default=None)
-
-    def _score(self, checkpoint: Path) -> float | None:
-        path = checkpoint / SCORE_FILE
-        if not self._best_metric:
-            return None
-        try:
-            check_digests(checkpoint, SCORE_FILE.__eq__)
-        except DataError as error:
-            logger.warning("%s; %s does not count as the best checkpoint", error, checkpoint.name)
-            return None
-        return read_score(path.read_bytes(), self._best_metric, str(checkpoint)) if path.is_file() else None
-
-    def latest(self) -> Path | None:
-        """Return the newest whole checkpoint; None if there is none. Changes nothing on disk."""
+    def latest(self) -> AnyFolder | None:
+        """Return the newest whole checkpoint; None if there is none. Changes nothing."""
         return max(self._whole().items(), default=(0, None))[1]
 
-    def best_until(self, step: int) -> Path | None:
+    def best_until(self, step: int) -> AnyFolder | None:
         """Return the best checkpoint up to ``step``, the newest if none has a score; None if there is none."""
-        earlier = {number: path for number, path in self._whole().items() if number <= step}
+        earlier = {number: found for number, found in self._whole().items() if number <= step}
         best = self._best(earlier)
-        return best[1] if best else max(earlier.items(), default=(0, None))[1]
+        return earlier[best[1]] if best else max(earlier.items(), default=(0, None))[1]
 
-    def without(self, checkpoint: AnyFolder) -> str:
+    def recovery_hint(self, checkpoint: AnyFolder) -> str:
         """Return the end of a message on a damaged checkpoint.
 
         ``"delete the folder runs/mine/checkpoints/step_20 and --resume goes on from step_10"``
         """
-        before = [step for step, path in self._whole().items() if path != checkpoint]
+        before = [step for step, found in self._whole().items() if str(found) != str(checkpoint)]
         rest = f"goes on from step_{max(before)}" if before else "starts again: there is no other checkpoint"
-        return f"delete the folder {checkpoint} and --resume {rest}"
+        return f"delete {self._folders.handle(checkpoint)} and --resume {rest}"
 
-    def _whole(self) -> dict[int, Path]:
-        if not self._directory.is_dir():
-            return {}
-        whole: dict[int, Path] = {}
-        # Sorted, so that step_3 comes after .replaced_step_3 and wins; the latter counts only after a crash between
-        # the two renames of a replacement.
-        for entry in sorted(self._directory.iterdir()):
-            match = _STEP.fullmatch(entry.name.removeprefix(_REPLACED))
-            if match and entry.is_dir():
-                whole[int(match[1])] = entry
-        return whole
+    def _whole(self) -> dict[int, AnyFolder]:
+        steps = [int(match[1]) for name in self._folders.names(CHECKPOINTS) if (match := _STEP.fullmatch(name))]
+        found = {step: self._folders.find(checkpoint_name(step)) for step in sorted(steps)}
+        return {step: folder for step, folder in found.items() if folder is not None}
+
+    def _best(self, whole: Mapping[int, AnyFolder]) -> tuple[float, int] | None:
+        """Return the highest score and the newest checkpoint with it; None if no checkpoint has a score."""
+        scores = ((self._score(folder), step) for step, folder in whole.items())
+        return max(((score, step) for score, step in scores if score is not None), default=None)
+
+    def _score(self, checkpoint: AnyFolder) -> float | None:
+        content = self._score_file(checkpoint) if self._best_metric else None
+        return None if content is None else _read_score(content, self._best_metric, str(checkpoint))
+
+    def _score_file(self, checkpoint: AnyFolder) -> bytes | None:
+        try:
+            return self._folders.read(checkpoint, SCORE_FILE)
+        except DataError as error:  # no reason to end a run
+            logger.warning("%s; %s does not count as the best checkpoint", error, str(checkpoint).rpartition("/")[2])
+            return None
 
     def _prune(self, saved: int) -> None:
         whole = self._whole()
-        self._remove(path for step, path in whole.items() if step > saved)
-        best = self._best(self._whole())
-        self._link(best[1] if best else None)
-        older = [path for step, path in sorted(whole.items()) if step <= saved][: -self._num_to_keep]
-        self._remove(path for path in older if best is None or path != best[1])
+        until = {step: folder for step, folder in whole.items() if step <= saved}
+        best = self._best(until)
+        kept = {*sorted(until)[-self._num_to_keep :], *([best[1]] if best else [])}
+        self._folders.link(f"{CHECKPOINTS}/{BEST}", checkpoint_name(best[1]) if best else None)
+        self._folders.remove([checkpoint_name(step) for step in whole if step not in kept])
+        self._folders.clean(CHECKPOINTS)
 
-    def _remove(self, checkpoints: Iterable[Path]) -> None:
-        for path in checkpoints:  # renamed first: an interrupted removal must not leave half a checkpoint under a name
-            path.rename(self._directory / f"{WRITING}removed_{path.name}")
 
-    def _link(self, best: Path | None) -> None:
-        link, writing = self._directory / BEST, self._directory / f"{WRITING}{BEST}"
-        if best is None:
-            link.unlink(missing_ok=True)
-        elif not link.is_symlink() or link.readlink() != Path(best.name):
-            writing.symlink_to(best.name)
-            writing.rename(link)
-
-    def _clean(self) -> None:
-        if not self._directory.is_dir():
-            return
-        for leftover in self._directory.glob(f"{WRITING}*"):
-            if leftover.is_symlink():
-                leftover.unlink()
-            shutil.rmtree(leftover, ignore_errors=True)
-        for replaced in self._directory.glob(f"{_REPLACED}*"):
-            final = self._directory / replaced.name.removeprefix(_REPLACED)
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(final)
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint in its run: ``checkpoints/step_20``."""
+    return f"{CHECKPOINTS}/step_{step}"
 
 
 @dataclass(frozen=True)
@@ -323,7 +243,7 @@ class _Score:
     value: float
 
 
-def read_score(content: bytes, metric: str, where: str) -> float | None:
+def _read_score(content: bytes, metric: str, where: str) -> float | None:
     """Return the value in ``score.json`` of the checkpoint ``where``; None if it is of another metric, or damaged."""
     try:
         found = _SCORE.validate_json(content)

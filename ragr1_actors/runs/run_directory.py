@@ -17,27 +17,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import yaml
 
-from cluster.storage import Storage, is_uri
+from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.files import POLICY_FOLDER, read_json_as, write_file, write_json
 from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
-from ragr1_actors.runs.checkpoint import CheckpointStore, read_state
+from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
-from ragr1_actors.runs.places import (
-    CHECKPOINTS,
-    INDEX,
-    MCP_FILE,
-    POLICY,
-    SFT_POLICY,
-    Place,
-    StoredPlace,
-    find_place,
-    split_checkpoint,
-)
+from ragr1_actors.runs.layout import INDEX, MCP_FILE, POLICY, SFT_POLICY
 from ragr1_actors.runs.starts import read_starts
+from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
@@ -50,49 +41,49 @@ _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
-def create_run_directory(config: RunConfig, run_dir: Path | Place) -> None:
+def create_run_directory(config: RunConfig, run_dir: Path | RunStore) -> None:
     """Make the directory of a new run; ``RunDirectoryError`` if it holds a run already, or cannot be made."""
-    place = find_place(run_dir)
+    store = find_store(run_dir)
     try:
-        place.load()
-        if (place.path / CONFIG_FILE).exists():
+        store.load()
+        if (store.path / CONFIG_FILE).exists():
             raise RunDirectoryError(
-                f"{place} holds a run already; continue it with --resume, or choose another --run-dir"
+                f"{store} holds a run already; continue it with --resume, or choose another --run-dir"
             )
-        place.path.mkdir(parents=True, exist_ok=True)
+        store.path.mkdir(parents=True, exist_ok=True)
         if servers := config.environment.mcp:
             listed = {name: server.tools for name, server in servers.items()}
-            write_file(place.path / MCP_FILE, lambda writing: write_json(writing, listed))
+            write_file(store.path / MCP_FILE, lambda writing: write_json(writing, listed))
     except OSError as error:
-        raise _cannot_write(place.path, error) from error
-    _write_config(config, place)
+        raise _cannot_write(store.path, error) from error
+    _write_config(config, store)
 
 
-def stored_tools(run_dir: Path | Place) -> dict[str, list[dict[str, Any]]]:
+def stored_tools(run_dir: Path | RunStore) -> dict[str, list[dict[str, Any]]]:
     """Return the tools that each server of ``environment.mcp`` listed before a run, by its name; empty without one."""
-    place = find_place(run_dir)
-    place.load()
-    path = place.path / MCP_FILE
+    store = find_store(run_dir)
+    store.load()
+    path = store.path / MCP_FILE
     return read_json_as(dict[str, list[dict[str, Any]]], path) if path.is_file() else {}
 
 
 @contextmanager
-def removed_if_unused(run_dir: Path | Place) -> Iterator[None]:
+def removed_if_unused(run_dir: Path | RunStore) -> Iterator[None]:
     """Remove the directory of a new run where the block raises ``UserError`` before anything was learned or measured.
 
     The corrected command may use its name then, and makes its own index and policy.
     """
-    place = find_place(run_dir)
+    store = find_store(run_dir)
     try:
         yield
     except UserError:
         # a person may have removed the directory under the run
-        if place.path.is_dir() and _is_unused(place.path):
+        if store.path.is_dir() and _is_unused(store.path):
             for name in _MADE_FIRST:
-                if (place.path / name).exists():
-                    place.remove(name)
+                if (store.path / name).exists():
+                    store.remove(name)
             with suppress(OSError):  # it is a mount point, or another process writes there
-                place.path.rmdir()
+                store.path.rmdir()
         raise
 
 
@@ -102,20 +93,20 @@ def _is_unused(run_dir: Path) -> bool:
     return CONFIG_FILE in found and found.issubset(_MADE_FIRST) and not (metrics.exists() and metrics.stat().st_size)
 
 
-def _write_config(config: RunConfig, place: Place) -> None:
-    path = place.path / CONFIG_FILE
+def _write_config(config: RunConfig, store: RunStore) -> None:
+    path = store.path / CONFIG_FILE
     try:
         write_file(path, lambda writing: writing.write_text(config.to_yaml(), encoding="utf-8"))
     except OSError as error:
-        raise _cannot_write(place.path, error) from error
-    place.upload()
+        raise _cannot_write(store.path, error) from error
+    store.upload()
 
 
 def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(f"cannot write to {shortened(str(run_dir))}: {error.strerror}; choose another --run-dir")
 
 
-def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[str]) -> RunConfig:
+def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: list[str]) -> RunConfig:
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
     ``ConfigError`` on another value of a key of another section, or of ``learners.lora``, which checkpoints depend on.
@@ -126,11 +117,11 @@ def change_learners(run_dir: Path | Place, config: RunConfig, assignments: list[
     for name in _differing(config, changed):
         raise _kept(name)
     if changed != config:
-        _write_config(changed, find_place(run_dir))
+        _write_config(changed, find_store(run_dir))
     return changed
 
 
-def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
+def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConfig:
     """Return the configuration of a run that is started again by the same recipe and overrides: ``asked``.
 
     What the start of the run chose stays as it was chosen.
@@ -143,15 +134,15 @@ def start_again(place: Place, stored: RunConfig, asked: RunConfig) -> RunConfig:
     asked = _with_its_policy(stored, asked)
     if fixed := _differing(stored, asked):
         raise ConfigError(
-            f"{place} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
+            f"{store} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
             "started with, or another --run-dir"
         )
     if asked != stored:
-        _write_config(asked, place)
+        _write_config(asked, store)
     return asked
 
 
-def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
+def check_recipe(store: RunStore, stored: RunConfig, recipe: str) -> str:
     """Refuse to go on with a run by another recipe than its own; the overrides of its start need not be given again.
 
     Returns:
@@ -160,7 +151,7 @@ def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
     Raises:
         ConfigError: the recipe is unknown, or another one; the message says what differs.
     """
-    words = next((start.words for start in read_starts(place.path)), ())
+    words = next((start.words for start in read_starts(store.path)), ())
     differing = _differing(stored, _with_its_policy(stored, resolve(override(read_recipe(recipe), words[1:]))))
     if not differing:
         return ""
@@ -168,7 +159,7 @@ def check_recipe(place: Place, stored: RunConfig, recipe: str) -> str:
     if not words:
         return f"{recipe} has another {named} than the run, which goes on with its own configuration"
     raise ConfigError(
-        f"{place} was started by {shlex.join(words)}, and {recipe} has another {named}; name its own recipe, or start "
+        f"{store} was started by {shlex.join(words)}, and {recipe} has another {named}; name its own recipe, or start "
         "another run in another --run-dir"
     )
 
@@ -207,41 +198,41 @@ def _kept(name: str) -> ConfigError:
     )
 
 
-def holds_run(place: Place) -> bool:
+def holds_run(store: RunStore) -> bool:
     """Return whether a run was started in a place; ``UserError`` if it cannot be reached."""
     try:
-        place.load()
-        return (place.path / CONFIG_FILE).is_file()
+        store.load()
+        return (store.path / CONFIG_FILE).is_file()
     except OSError:  # the path is too long, for example: making the directory says so
         return False
 
 
-def open_run_directory(run_dir: Path | Place) -> RunConfig:
+def open_run_directory(run_dir: Path | RunStore) -> RunConfig:
     """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
-    place = find_place(run_dir)
-    sections = as_this_release(_read_sections(place))
+    store = find_store(run_dir)
+    sections = as_this_release(_read_sections(store))
     if not _is_complete(sections):  # a missing key would silently become its default
         raise RunDirectoryError(
-            f"{place.path / CONFIG_FILE} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}"
+            f"{store.path / CONFIG_FILE} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}"
         )
     return resolve(sections)
 
 
-def refuse_last_release(place: Place) -> None:
+def refuse_last_release(store: RunStore) -> None:
     """Raise a ``RunDirectoryError`` if the last release began the run: it can be read, but not resumed."""
-    if is_of_last_release(_read_sections(place)):
+    if is_of_last_release(_read_sections(store)):
         raise RunDirectoryError(
-            f"{place} is a run of the last release, which this one reads but does not resume; start another run from "
-            f"its newest policy: policy.model={place}"
+            f"{store} is a run of the last release, which this one reads but does not resume; start another run from "
+            f"its newest policy: policy.model={store}"
         )
 
 
-def _read_sections(place: Place) -> Any:
-    path = place.path / CONFIG_FILE
-    place.load()
+def _read_sections(store: RunStore) -> Any:
+    path = store.path / CONFIG_FILE
+    store.load()
     try:
         if not path.is_file():
-            raise RunDirectoryError(f"{place} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
+            raise RunDirectoryError(f"{store} holds no run (no {CONFIG_FILE}); give the directory that a run printed")
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RunDirectoryError(
@@ -252,9 +243,9 @@ def _read_sections(place: Place) -> Any:
 
 
 @contextmanager
-def only_process_in(run_dir: Path | Place) -> Iterator[None]:
+def only_process_in(run_dir: Path | RunStore) -> Iterator[None]:
     """Hold a run until the process ends; ``RunDirectoryError`` if another one of this machine works in it."""
-    held = find_place(run_dir).open_lock()
+    held = find_store(run_dir).open_lock()
     try:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -269,15 +260,15 @@ def only_process_in(run_dir: Path | Place) -> Iterator[None]:
         os.close(held)
 
 
-def find_checkpoint(name: str | Path) -> tuple[Place, Path]:
+def find_checkpoint(name: str | Path) -> tuple[RunStore, Path]:
     """Return a run and the folder of a policy, for the path or URI of the run, of a checkpoint, or of that folder.
 
     The newest checkpoint of a run is taken; ``RunDirectoryError`` if there is none, or it is no path of one.
     """
-    place, folder, part = _find(name)
+    store, folder, part = _find(name)
     policy_dir = Path(on_this_node(part_of(folder, part))) / part
     warn_of_unlisted(policy_dir)
-    return place, policy_dir
+    return store, policy_dir
 
 
 def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
@@ -285,10 +276,10 @@ def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
 
     ``name`` is that of ``find_checkpoint``. None if the stage had ended or there is none, or if the state is damaged.
     """
-    place, folder, part = _find(name)
+    store, folder, part = _find(name)
     if not part:
         return None
-    num_steps = open_run_directory(place).sft.num_steps
+    num_steps = open_run_directory(store).sft.num_steps
     try:
         done = read_state(folder).sft_step
     except DataError:  # no hindrance for the policy
@@ -320,29 +311,29 @@ def with_newest_policy(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"model": model})})
 
 
-def _find(name: str | Path) -> tuple[Place, AnyFolder, str]:
+def _find(name: str | Path) -> tuple[RunStore, AnyFolder, str]:
     """Return a run, a folder in it, and the part of that which is a policy: ``policy``, or "" for the whole folder."""
     if is_uri(str(name)):
         return _find_stored(str(name))
     run_dir, folder, part = _find_local(Path(name))
-    return find_place(run_dir), folder, part
+    return find_store(run_dir), folder, part
 
 
-def _find_stored(uri: str) -> tuple[Place, AnyFolder, str]:
+def _find_stored(uri: str) -> tuple[RunStore, AnyFolder, str]:
     run_uri, inside = split_checkpoint(uri)
-    place = StoredPlace(Storage(run_uri))
-    open_run_directory(place)
-    found = place.storage.find(inside) if inside else place.checkpoints().latest()
+    store = RunStore(run_uri)
+    open_run_directory(store)
+    found = store.find(inside) if inside else Checkpoints(store).latest()
     if found is None:
         kind = inside if inside == SFT_POLICY else f"checkpoint {inside.rpartition('/')[2]}"
         raise RunDirectoryError(
-            f"{place} has no {kind}".rstrip()
+            f"{store} has no {kind}".rstrip()
             + (" yet; let the run continue until it has written one" if not inside else "; leave its name out")
         )
-    return place, found, "" if inside == SFT_POLICY else POLICY_FOLDER
+    return store, found, "" if inside == SFT_POLICY else POLICY_FOLDER
 
 
-def _find_local(path: Path) -> tuple[Path, Path, str]:
+def _find_local(path: Path) -> tuple[Path, AnyFolder, str]:
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
@@ -350,7 +341,7 @@ def _find_local(path: Path) -> tuple[Path, Path, str]:
             f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
     if is_run:
-        newest = CheckpointStore(path / CHECKPOINTS).latest()
+        newest = Checkpoints(RunStore(path)).latest()
         if newest is None:
             raise RunDirectoryError(f"{path} has no checkpoint yet; let the run continue until it has written one")
         return path, newest, POLICY_FOLDER

@@ -1,4 +1,4 @@
-"""What ``ragr1 scale`` and ``ragr1 chaos --run`` order of a live run, and its answer: two small files in its place.
+"""What ``ragr1 scale`` and ``ragr1 chaos --run`` order of a live run, and its answer: two small files in its store.
 
 ``scale.json`` holds the newest order, and ``scaled.json`` the answer to it. Both are replaced as a whole.
 """
@@ -6,15 +6,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import validated, write_file
-from ragr1_actors.runs.places import Place, StoredPlace
+from ragr1_actors.core.files import validated
 from ragr1_actors.runs.scaling import FleetName
+from ragr1_actors.runs.store import RunStore
 
 T = TypeVar("T", bound=BaseModel)
 MAX_REPLICAS = 10_000
@@ -43,60 +42,44 @@ class ScaleAnswer(BaseModel):
     is_refused: bool = False
 
 
-def write_order(place: Place, order: ScaleOrder) -> None:
-    """Replace the order of a run; ``UserError`` or ``OSError`` if its place cannot be written to."""
-    _write(place, _ORDER_FILE, order.model_dump_json())
+def write_order(store: RunStore, order: ScaleOrder) -> None:
+    """Replace the order of a run; ``UserError`` or ``OSError`` if its store cannot be written to."""
+    store.write_now(_ORDER_FILE, order.model_dump_json())
 
 
-def read_order(place: Place) -> ScaleOrder | None:
+def read_order(store: RunStore) -> ScaleOrder | None:
     """Return the newest order of a run, None without any.
 
     Raises:
         DataError: it is damaged.
-        UserError: the place cannot be reached.
+        UserError: the store cannot be reached.
     """
-    return _read(ScaleOrder, place, _ORDER_FILE)
+    return _read(ScaleOrder, store, _ORDER_FILE)
 
 
-def withdraw_order(place: Place, order_id: str) -> None:
+def withdraw_order(store: RunStore, order_id: str) -> None:
     """Remove the order if it is still the newest, so that a run that continues later does not find it."""
-    newest = read_order(place)
+    newest = read_order(store)
     if newest is None or newest.order_id != order_id:
         return
-    if isinstance(place, StoredPlace):
-        place.storage.remove([_ORDER_FILE])
-    else:
-        (place.path / _ORDER_FILE).unlink(missing_ok=True)
+    store.remove_now(_ORDER_FILE)
 
 
-def write_answer(place: Place, answer: ScaleAnswer) -> None:
+def write_answer(store: RunStore, answer: ScaleAnswer) -> None:
     """Replace the answer of a run; errors as of ``write_order``."""
-    _write(place, _ANSWER_FILE, answer.model_dump_json())
+    store.write_now(_ANSWER_FILE, answer.model_dump_json())
 
 
-def read_answer(place: Place) -> ScaleAnswer | None:
+def read_answer(store: RunStore) -> ScaleAnswer | None:
     """Return the newest answer of a run, None without any; errors as of ``read_order``."""
-    return _read(ScaleAnswer, place, _ANSWER_FILE)
+    return _read(ScaleAnswer, store, _ANSWER_FILE)
 
 
-def _write(place: Place, name: str, content: str) -> None:
-    if isinstance(place, StoredPlace):
-        place.storage.write(name, content.encode())
-    else:
-        write_file(place.path / name, lambda writing: writing.write_text(content, encoding="utf-8"))
-
-
-def _read(kind: type[T], place: Place, name: str) -> T | None:
-    if isinstance(place, StoredPlace):
-        content = replace(place.storage, retry_s=0).read(name)  # it is read again soon
-    else:
-        try:
-            content = (place.path / name).read_bytes()
-        except FileNotFoundError:
-            content = None
+def _read(kind: type[T], store: RunStore, name: str) -> T | None:
+    content = store.read_now(name)
     if content is None:
         return None
     try:
-        return validated(kind, json.loads(content), f"{place}/{name}")
+        return validated(kind, json.loads(content), f"{store}/{name}")
     except ValueError as error:  # not JSON
-        raise DataError(f"{place}/{name} is damaged: {error}") from error
+        raise DataError(f"{store}/{name} is damaged: {error}") from error

@@ -53,8 +53,8 @@ from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
-from ragr1_actors.runs.checkpoint import read_state
-from ragr1_actors.runs.places import INDEX, SFT_POLICY, Place, find_place
+from ragr1_actors.runs.checkpoint import Checkpoints, checkpoint_name, read_state
+from ragr1_actors.runs.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import (
     create_run_directory,
@@ -63,6 +63,7 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     with_newest_policy,
 )
+from ragr1_actors.runs.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
@@ -91,7 +92,7 @@ class Algorithm:
     def __init__(
         self,
         config: RunConfig,
-        place: Place,
+        store: RunStore,
         workspace: Workspace,
         policy: AnyFolder,
         sampler: Sampler,
@@ -105,7 +106,7 @@ class Algorithm:
         ledger are between two states.
         """
         self.config = config
-        self.place = place
+        self.store = store
         self.workspace = workspace
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
@@ -124,7 +125,7 @@ class Algorithm:
         self._first_policy = policy
         self._sft_policy: AnyFolder | None = None  # once stage 1 has ended
         checkpointing = config.checkpointing
-        self._store = place.checkpoints(checkpointing.num_to_keep, checkpointing.best_metric)
+        self._checkpoints = Checkpoints(store, checkpointing.num_to_keep, checkpointing.best_metric)
         self._sampler = sampler
         self._env_runners = sampler.env_runners
         self._fleet = training_fleet(config, self._env_runners)
@@ -132,10 +133,10 @@ class Algorithm:
         self._collector = BatchCollector(config, workspace.train_tasks, self._fleet)
         self._learners = learners
         self._placement = placement
-        self._saver = CheckpointSaver(self._store, learners)
+        self._saver = CheckpointSaver(self._checkpoints, learners)
         self._transport = WeightSync(config, learners, self._env_runners)
         self.fleets = FleetController(
-            config, sampler, place, lambda: self._collector.num_finished_batches(), lambda: learners.actors
+            config, sampler, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
         self._env_runners.on_wait = self.fleets.tick
         learners.on_wait = self._while_learning
@@ -146,14 +147,14 @@ class Algorithm:
         config = with_newest_policy(config)
         check_names(config)
         config = check_services(config)
-        place = find_place(run_dir)
-        create_run_directory(config, place)
-        with removed_if_unused(place):
-            return cls.start(config, place, prepare(config, place.path))
+        store = find_store(run_dir)
+        create_run_directory(config, store)
+        with removed_if_unused(store):
+            return cls.start(config, store, prepare(config, store.path))
 
     @classmethod
     def start(
-        cls, config: RunConfig, run_dir: str | Path | Place, workspace: Workspace, held: HeldBlock = nullcontext
+        cls, config: RunConfig, run_dir: str | Path | RunStore, workspace: Workspace, held: HeldBlock = nullcontext
     ) -> Self:
         """Start the fleets over prepared data, and wait until they are ready. Ray is initialised if any has actors.
 
@@ -161,26 +162,26 @@ class Algorithm:
             UserError: a setting cannot be used.
             FleetError: a fleet did not start.
         """
-        place = find_place(run_dir)
-        policy = place.share(workspace.policy_dir)
+        store = find_store(run_dir)
+        policy = store.share(workspace.policy_dir)
         if workspace.index_dir is not None and config.retrieval.num_retrievers:
-            place.share(workspace.index_dir, INDEX)
+            store.share(workspace.index_dir, INDEX)
         with ExitStack() as started:
             placement = Placement(config, has_index=workspace.index_dir is not None)
             started.callback(placement.remove)
-            sampler = Sampler(config, policy, workspace.index_dir, placement, place.share)
+            sampler = Sampler(config, policy, workspace.index_dir, placement, store.share)
             started.callback(sampler.stop)
             learners = LearnerGroup(config, placement.learner_options, placement.spare_cpus)
             started.callback(learners.stop)
-            algorithm = cls(config, place, workspace, policy, sampler, learners, placement, held)
+            algorithm = cls(config, store, workspace, policy, sampler, learners, placement, held)
             started.pop_all()  # ``algorithm.stop`` ends them from now on
         try:
             if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
                 sampler.env_runners.wait_until_ready()
-            if algorithm._store.latest() is None:  # else ``restore`` builds the learner
+            if algorithm._checkpoints.latest() is None:  # else ``restore`` builds the learner
                 algorithm._build_learner(algorithm._next_learner(), policy)
             sampler.wait_until_ready()
-            if place.is_shared:
+            if store.remote is None:
                 algorithm._check_run_dir()
         except BaseException:
             algorithm.stop()
@@ -189,7 +190,7 @@ class Algorithm:
 
     def _check_run_dir(self) -> None:
         """Check that every learner rank sees the run directory, and this process what rank 0 writes."""
-        run_dir = self.place.path.absolute()
+        run_dir = self.store.path.absolute()
         probe = run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
         try:
             probe.touch()
@@ -223,7 +224,7 @@ class Algorithm:
         played = self._sampler.play_scripts(scripts)
         groups, self.num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
         if self.config.checkpointing.keep_trajectories:
-            keep_trajectories(self.place.path, "demonstrations", [groups_to_record_batch(played)])
+            keep_trajectories(self.store.path, "demonstrations", [groups_to_record_batch(played)])
         self._transport.make_room()
         self._build_learner("sft", self._first_policy)
         for step, batch in enumerate(self._demonstration_batches(groups)):
@@ -237,7 +238,7 @@ class Algorithm:
                 self.sft_step += 1
                 on_progress(self.sft_step, metrics)
         with self._held():
-            self._sft_policy = self.place.write_policy(SFT_POLICY, self._learners.save_policy)
+            self._sft_policy = self.store.write_policy(SFT_POLICY, self._learners.save_policy)
             self._publish()
 
     @property
@@ -328,7 +329,7 @@ class Algorithm:
             self._finish_keeping()
             learned, *_ = self._learners.foreach_learner(_learned)
             name, batches = f"iteration_{self.iteration:05d}", [group.batch for group in batch]
-            self._keeping = self._keeper.submit(keep_trajectories, self.place.path, name, batches, learned)
+            self._keeping = self._keeper.submit(keep_trajectories, self.store.path, name, batches, learned)
 
     def _finish_keeping(self) -> None:
         """Wait until the newest file of trained trajectories is whole; ``OSError`` if it could not be written."""
@@ -408,7 +409,7 @@ class Algorithm:
 
     def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
         if name and self.config.checkpointing.keep_trajectories:
-            keep_trajectories(self.place.path, f"eval_{name}", [group.batch for group in groups])
+            keep_trajectories(self.store.path, f"eval_{name}", [group.batch for group in groups])
         self.examples = _examples(groups)
         environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
         return eval_result([group.summary for group in groups], num_failed, environment.measures)
@@ -453,15 +454,15 @@ class Algorithm:
                 self._saver.begin(self.iteration, state, score)
             if wait:
                 self._saver.finish()
-        return self.place.checkpoint_name(self.iteration)
+        return self.store.at(checkpoint_name(self.iteration))
 
     def is_best(self, score: float) -> bool:
         """Whether ``checkpointing.best_metric`` was never as high; False if the run has no such metric."""
-        return self._store.is_best(score)
+        return self._checkpoints.is_best(score)
 
     def restore(self) -> dict[str, Any] | None:
         """Continue from the newest checkpoint and return its ``extra``; None without any, ``DataError`` if damaged."""
-        checkpoint = self._store.latest()
+        checkpoint = self._checkpoints.latest()
         return None if checkpoint is None else self._continue_from(checkpoint, -1)
 
     def roll_back(self, last_good: int, lr_factor: float) -> dict[str, Any] | None:
@@ -475,7 +476,7 @@ class Algorithm:
         with self._held():
             self._finish_keeping()
             self._saver.finish()
-            checkpoint = self._store.best_until(last_good)
+            checkpoint = self._checkpoints.best_until(last_good)
             if checkpoint is None:
                 return None
             self._fleet.drop()
@@ -493,13 +494,13 @@ class Algorithm:
         state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
         self._collector.tasks.set_state(state.sampler.model_dump())
-        self._sft_policy = self.place.find(SFT_POLICY)
+        self._sft_policy = self.store.find(SFT_POLICY)
         warn_of_unlisted(checkpoint, *([self._sft_policy] if self._sft_policy is not None else []))
         self._transport.make_room()
         learner = self._next_learner()
         try:
             if learner == "sft" and state.learner not in ("", "sft"):
-                raise DataError(f"{self.place}/{SFT_POLICY} is missing")
+                raise DataError(f"{self.store}/{SFT_POLICY} is missing")
             self._build_learner(learner, self._stage_policy)
         except DataError as error:
             raise RunDirectoryError(self._without_policy(str(error), checkpoint, state.learner)) from error

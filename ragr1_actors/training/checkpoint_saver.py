@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.digests import LIST_FILE
 from ragr1_actors.core.files import LEARNER_PREFIX, write_json
-from ragr1_actors.core.folders import Sink, part_of
+from ragr1_actors.core.folders import FolderWriter, part_of
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints
 
 
@@ -19,18 +18,18 @@ class CheckpointSaver:
     checkpoint gets its name in ``commit_if_written`` or ``finish``, at the latest when the next one begins.
     """
 
-    def __init__(self, store: Checkpoints, learners: LearnerGroup) -> None:
-        """Save ``learners`` into ``store``."""
-        self._store = store
+    def __init__(self, checkpoints: Checkpoints, learners: LearnerGroup) -> None:
+        """Save ``learners`` into ``checkpoints``."""
+        self._checkpoints = checkpoints
         self._learners = learners
         self._step: int | None = None
-        self._writing: Path | Sink = Path()
+        self._writer: FolderWriter
 
     def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
         """Begin the checkpoint ``step_<step>``, once the one before is whole; errors as of ``Algorithm.save``."""
         self.finish()
-        self._writing = self._store.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
-        self._learners.begin_save(self._writing)
+        self._writer = self._checkpoints.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
+        self._learners.begin_save(self._writer)
         self._step = step
 
     def commit_if_written(self) -> None:
@@ -43,6 +42,5 @@ class CheckpointSaver:
         if self._step is None:
             return
         step, self._step = self._step, None
-        num_ranks = max(1, self._learners.config.learners.num_learners)
-        final = self._store.commit(step, self._learners.finish_save, num_ranks)
-        self._learners.saved(self._writing, part_of(final, LEARNER_PREFIX, LIST_FILE))
+        final = self._checkpoints.commit(step, self._learners.finish_save)
+        self._learners.saved(self._writer, part_of(final, LEARNER_PREFIX, LIST_FILE))

@@ -32,7 +32,7 @@ from ragr1_actors.core.folders import on_this_node
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
-from ragr1_actors.runs.places import POLICY
+from ragr1_actors.runs.layout import POLICY
 from ragr1_actors.runs.run_directory import run_of_policy
 from ragr1_actors.training.curriculum import make_curriculum
 from ragr1_actors.training.planning.corpus import corpus_of

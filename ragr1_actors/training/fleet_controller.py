@@ -32,9 +32,9 @@ from ragr1_actors.core.config import (
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.runs.places import Place, StoredPlace
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
 from ragr1_actors.runs.scaling import FleetName, ScalingDecision
+from ragr1_actors.runs.store import RunStore
 
 TICK_S = 1.0
 """Between two looks at the fleets and at the orders."""
@@ -157,7 +157,7 @@ class FleetController:
         self,
         config: RunConfig,
         sampler: Sampler,
-        place: Place,
+        store: RunStore,
         num_finished_batches: Callable[[], float],
         learner_actors: Callable[[], list[Any]],
     ) -> None:
@@ -168,7 +168,7 @@ class FleetController:
         """
         self._learner_actors = learner_actors
         self.learner = LearnerClock()
-        self._place = place
+        self._store = store
         self._num_finished_batches = num_finished_batches
         self._refusals: dict[FleetName, str] = {}
         self._fleets = {fleet.name: fleet for fleet in self._find_fleets(config, sampler)}
@@ -250,18 +250,16 @@ class FleetController:
         logger.warning("%s: %s", controlled.name, reason)
 
     def _take_order(self) -> None:
-        if isinstance(
-            self._place, StoredPlace
-        ):  # each look is a request over the network, during which nothing is done
+        if self._store.remote is not None:  # each look is a request over the network, during which nothing is done
             if time.monotonic() - self._ordered_at < STORED_ORDER_S:
                 return
             self._ordered_at = time.monotonic()
         try:
-            order = read_order(self._place)
+            order = read_order(self._store)
             if order is None or order.order_id == self._order_id:
                 return
             self._order_id = order.order_id
-            write_answer(self._place, self._obey(order))
+            write_answer(self._store, self._obey(order))
         except (UserError, OSError) as error:  # of a person's file, or of the storage: the run goes on
             logger.warning("an order of ragr1 scale is left out: %s", error)
 

@@ -26,8 +26,8 @@ from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
 from ragr1_actors.report_page.page import write_page
 from ragr1_actors.rollout.sampler import describe_loading, session_for
-from ragr1_actors.runs.checkpoint import STATE_FILE, Standing
-from ragr1_actors.runs.places import INDEX, POLICY, Place, find_place
+from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, Standing, checkpoint_name
+from ragr1_actors.runs.layout import INDEX, POLICY
 from ragr1_actors.runs.report import (
     REPORT_HTML,
     EvalResult,
@@ -42,6 +42,7 @@ from ragr1_actors.runs.report import (
 from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.starts import append_start, this_start
+from ragr1_actors.runs.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
 from ragr1_actors.runs.telemetry.metrics import (
     METRICS_FILE,
@@ -71,7 +72,7 @@ class TrainingRun:
     def __init__(
         self,
         config: RunConfig,
-        run_dir: Path | Place,
+        run_dir: Path | RunStore,
         console: Console,
         *,
         num_profiled: int = 0,
@@ -85,9 +86,9 @@ class TrainingRun:
         self._num_profiled, self._words = num_profiled, words
         self._profiled: list[dict[str, float]] | None = None  # metrics; None before a profile and after it
         self._config = config
-        self._place = find_place(run_dir)
-        self._place.retry_for(config.debugging.fault_tolerance.storage_retry_s)
-        self._run_dir = self._place.path
+        self._store = find_store(run_dir)
+        self._store.retry_for(config.debugging.fault_tolerance.storage_retry_s)
+        self._run_dir = self._store.path
         self._console = console
         self._incidents = IncidentLog(lambda line: console.print(line, highlight=False, markup=False))
         self._stages: list[StageReport] = []
@@ -107,7 +108,7 @@ class TrainingRun:
                 ended.
         """
         try:
-            with only_process_in(self._place), self._place:
+            with only_process_in(self._store), self._store:
                 return self._execute()
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):
@@ -132,7 +133,7 @@ class TrainingRun:
         ):
             with self._console.status("fetching what was made"):
                 for made in (INDEX, POLICY):
-                    self._place.bring(made)
+                    self._store.bring(made)
             workspace = prepare(self._config, self._run_dir)  # the build of an index shows its bars
             append_start(self._run_dir, this_start(self._words))
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
@@ -142,7 +143,7 @@ class TrainingRun:
             before_start = time.monotonic()
             with elapsed_time(self._console, describe_loading(self._config), in_logs=True):
                 self._held = interrupts.held
-                algorithm = Algorithm.start(self._config, self._place, workspace, self._held)
+                algorithm = Algorithm.start(self._config, self._store, workspace, self._held)
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
@@ -204,14 +205,14 @@ class TrainingRun:
         self._console.print(table, highlight=False)
 
     def _restore(self, algorithm: Algorithm) -> None:
-        store = self._place.checkpoints()
-        checkpoint = store.latest()
+        checkpoints = Checkpoints(self._store)
+        checkpoint = checkpoints.latest()
         if checkpoint is None:
             return
         try:
             standing = validated(Standing, algorithm.restore() or {}, f"extra in {STATE_FILE}")
         except DataError as error:
-            raise RunDirectoryError(f"{error}; {store.without(checkpoint)}") from error
+            raise RunDirectoryError(f"{error}; {checkpoints.recovery_hint(checkpoint)}") from error
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
         self._guard = Guard(self._guard.settings, standing.guard)
         self._console.print(f"resumed at SFT step {algorithm.sft_step}, RL iteration {algorithm.iteration}")
@@ -323,7 +324,7 @@ class TrainingRun:
                 "%.0f %% of the agents failed in iteration %d; ragr1 view %s shows their errors",
                 100 * share,
                 iteration,
-                self._place,
+                self._store,
             )
 
     def _profile(self, algorithm: Algorithm, metrics: dict[str, float], *, is_last: bool) -> None:
@@ -398,10 +399,11 @@ class TrainingRun:
                 logger.rewind("rl")
             self._save(algorithm)
         if extra is None:
+            newest = algorithm.store.at(checkpoint_name(algorithm.iteration))
             raise UserError(
                 f"the guard stopped the run{why_stop or ', for want of an earlier checkpoint'}, at {alarms[0]}; go on "
-                f"in spite of it with --resume, from {algorithm.place.checkpoint_name(algorithm.iteration)}, or begin "
-                "a new run with a smaller training.lr or with training.guard.action=roll_back"
+                f"in spite of it with --resume, from {newest}, or begin a new run with a smaller "
+                "training.lr or with training.guard.action=roll_back"
             )
         self._say(
             f"rolled back to iteration {algorithm.iteration}, the learning rate is multiplied by "
@@ -439,7 +441,7 @@ class TrainingRun:
 
     def describe_end(self, report: RunReport) -> None:
         """Print the table of results, and the paths of what was written."""
-        run_dir = str(self._place).partition("?")[0]
+        run_dir = str(self._store).partition("?")[0]
         self._console.print(render_table(report))
         if failed := report.failed_tasks:
             told = f"training tasks given up: {len(failed):,}, listed in the report; the last was {failed[-1].task_id}"
@@ -447,7 +449,7 @@ class TrainingRun:
         self._console.print(
             f"TensorBoard   {Path(command_name()).with_name('tensorboard')} --logdir {run_dir}/tensorboard\n"
             f"trajectories  {run_dir}/trajectories\n"
-            f"checkpoint    {self._place.checkpoints().latest()}\n"
+            f"checkpoint    {Checkpoints(self._store).latest()}\n"
             f"report        {run_dir}/report.html\n"
             f"wall time {report.wall_s:.0f} s, peak memory {report.peak_rss_bytes / 2**30:.1f} GiB",
             soft_wrap=True,

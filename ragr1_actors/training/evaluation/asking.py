@@ -31,12 +31,12 @@ NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
 
 def trained(path: str | Path) -> tuple[SamplerConfig, Path, Callable[[], Retriever]]:
     """Return how the policy at a path acts in this process, its folder, and what opens its retriever; see ``Asker``."""
-    place, policy_dir = find_checkpoint(path)
-    run = open_run_directory(place)
-    retrieval = {"num_retrievers": 0, "index": str(index_of(run, place))}
+    store, policy_dir = find_checkpoint(path)
+    run = open_run_directory(store)
+    retrieval = {"num_retrievers": 0, "index": str(index_of(run, store))}
     config = sampler_config(run, env_runners={"num_env_runners": 0}, retrieval=retrieval)
     check_gpus(config)
-    config = check_services(config, place)
+    config = check_services(config, store)
     index_dir = named_index(config.retrieval) if needs_index(config.retrieval.type) else None
     return config, policy_dir, lambda: open_retriever(index_dir, config.retrieval)
 

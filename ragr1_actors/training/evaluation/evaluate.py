@@ -233,10 +233,10 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
     """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
     config = subject.config
     check_gpus(config)
-    check_sampler(config, has_index=subject.place is not None, has_policy=not subject.folder)  # an endpoint has its own
+    check_sampler(config, has_index=subject.store is not None, has_policy=not subject.folder)  # an endpoint has its own
     retrieval = config.retrieval
     has_no_index = needs_index(retrieval.type) and not retrieval.index and not retrieval.corpus
-    if which.tasks is not None and subject.place is None and has_no_index:
+    if which.tasks is not None and subject.store is None and has_no_index:
         raise DataError(
             "no index is named, and the recipe's own passages are not about these tasks; name one with --index, or a "
             "server with retrieval.type=http"
@@ -246,12 +246,12 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 @contextmanager
 def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
     """Load policy and index, once the services that the tasks need have answered a short request each."""
-    config = check_services(subject.config, subject.place)
+    config = check_services(subject.config, subject.store)
     if config.env_runners.engine == "endpoint":
         asyncio.run(_probe_endpoint(config))
     with scratch_folder() as scratch:
-        place = subject.place.path if subject.place is not None else scratch
-        index_dir = prepare_index(config, place)
+        made_in = subject.store.path if subject.store is not None else scratch
+        index_dir = prepare_index(config, made_in)
         with ExitStack() as stack:
             with show(describe_loading(config)):
                 sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))

@@ -26,8 +26,9 @@ from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.core.config import EncoderActors, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
-from ragr1_actors.runs.places import INDEX, Place
+from ragr1_actors.runs.layout import INDEX
 from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
+from ragr1_actors.runs.store import RunStore
 from retrieval.base import needs_index
 
 Baseline = Literal["direct", "rag", "single-query"]
@@ -91,7 +92,7 @@ class EvaluatedPolicy:
     """How it acts, in this process."""
     run: RunConfig
     """The settings of the run or recipe; they name its held-out tasks and its training tasks."""
-    place: Place | None
+    store: RunStore | None
     """Where the run is; None without a run."""
     method: str
     temperature: float = 0.0
@@ -136,10 +137,10 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
         UserError: there is no such run, folder, recipe or prompt, two parts of the request do not fit, or an override
             has no effect.
     """
-    place, folder = _find(request)
-    run = resolve(override(_sections(request, place), request.overrides))
+    store, folder = _find(request)
+    run = resolve(override(_sections(request, store), request.overrides))
     changes = _changes(request, run)
-    searches_index = request.index is not None or (place is not None and needs_index(run.retrieval.type))
+    searches_index = request.index is not None or (store is not None and needs_index(run.retrieval.type))
     _check_overrides(request, run, changes | {"policy": {"model": folder}}, searches_index)
     retrieval = changes["retrieval"]
     if request.baseline == "direct":
@@ -151,18 +152,18 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
             "encoders": EncoderActors(),
         }
     elif searches_index:
-        retrieval["index"] = str(request.index or index_of(run, place))
+        retrieval["index"] = str(request.index or index_of(run, store))
         if request.index is not None and "retrieval.encoder" not in _named(request):
             retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
-    changes["policy"] = {"model": folder} if folder and place is None else {}
+    changes["policy"] = {"model": folder} if folder and store is None else {}
     endpoint = request.endpoint
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
     temperature = run.env_runners.temperature if "env_runners.temperature" in _named(request) else 0.0
     config = sampler_config(run, **changes)
-    return EvaluatedPolicy(name, folder, config, run, place, request.baseline or "search", temperature)
+    return EvaluatedPolicy(name, folder, config, run, store, request.baseline or "search", temperature)
 
 
-def _find(request: EvalRequest) -> tuple[Place | None, str]:
+def _find(request: EvalRequest) -> tuple[RunStore | None, str]:
     """Return the run, if the settings come from one, and the folder of the policy; empty for an endpoint."""
     source, recipe = request.source, request.recipe
     if request.endpoint is not None:
@@ -179,8 +180,8 @@ def _find(request: EvalRequest) -> tuple[Place | None, str]:
                 f"{source} is the folder of a model: name its prompt and formats with --recipe, such as search_r1_7b, "
                 "ragr1_sq_7b or ragr1_mq_7b for the published checkpoints"
             )
-        place, policy_dir = find_checkpoint(source)
-        return place, str(policy_dir)
+        store, policy_dir = find_checkpoint(source)
+        return store, str(policy_dir)
     if is_model:
         return None, str(path.absolute())
     if is_uri(source) or _exists(path / CONFIG_FILE) or path.is_dir():
@@ -199,9 +200,9 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _sections(request: EvalRequest, place: Place | None) -> Sections:
-    if place is not None:
-        return open_run_directory(place).model_dump()
+def _sections(request: EvalRequest, store: RunStore | None) -> Sections:
+    if store is not None:
+        return open_run_directory(store).model_dump()
     return read_recipe(request.recipe) if request.recipe else {}
 
 
@@ -281,12 +282,12 @@ def _read_prompt(path: Path) -> str:
     return text.rstrip("\n")
 
 
-def index_of(run: RunConfig, place: Place | None) -> Path:
+def index_of(run: RunConfig, store: RunStore | None) -> Path:
     """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
     named = run.retrieval.index
-    assert place is not None, "index_of() without a run"
-    if not named or (not Path(named).is_dir() and place.bring(INDEX).is_dir()):
-        return place.bring(INDEX)
+    assert store is not None, "index_of() without a run"
+    if not named or (not Path(named).is_dir() and store.bring(INDEX).is_dir()):
+        return store.bring(INDEX)
     return Path(named)
 
 

@@ -31,7 +31,7 @@ from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_re
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, describe_loading, session_for
-from ragr1_actors.runs.places import INDEX
+from ragr1_actors.runs.layout import INDEX
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
 from ragr1_actors.training.data import prepare_index, prepare_policy
 from ragr1_actors.training.evaluation.evaluated_policy import (
@@ -161,11 +161,11 @@ def _selection_config(
     if path is None or path.suffix in RECIPE_ENDINGS or not (path.is_dir() or "/" in source):
         sections = read_recipe(source)
     else:
-        place, policy_dir = find_checkpoint(source)
-        sections = open_run_directory(place).model_dump()
+        store, policy_dir = find_checkpoint(source)
+        sections = open_run_directory(store).model_dump()
         sections["policy"]["model"] = str(policy_dir.absolute())
         if not index:
-            own_index = str(place.bring(INDEX)) if place.bring(INDEX).is_dir() else ""
+            own_index = str(store.bring(INDEX)) if store.bring(INDEX).is_dir() else ""
     config = with_newest_policy(resolve(override(sections, overrides)))
     retrieval = {"index": str(index or config.retrieval.index or own_index)}
     if index and not any(assignment.startswith("retrieval.encoder=") for assignment in overrides):

@@ -12,15 +12,15 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, UserError, one_line
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.chat_client import ChatClient, open_models
-from ragr1_actors.runs.places import Place
 from ragr1_actors.runs.run_directory import stored_tools
+from ragr1_actors.runs.store import RunStore
 from retrieval.base import RETRIEVERS, ProbedRetriever, needs_index
 from retrieval.local import open_retriever
 
 C = TypeVar("C", bound=SamplerConfig)
 
 
-def check_services(config: C, place: Place | None = None) -> C:
+def check_services(config: C, store: RunStore | None = None) -> C:
     """Ask each model of ``environment.models`` at an endpoint a question, and have the retriever ask its service one.
 
     The retriever does so if it is one that can (``ProbedRetriever``). Each server of ``environment.mcp`` is asked for
@@ -33,11 +33,11 @@ def check_services(config: C, place: Place | None = None) -> C:
         if isinstance(model, ChatClient):
             asyncio.run(model.probe())
     _check_retriever(config)
-    return _with_tools(config, place) if config.environment.mcp else config
+    return _with_tools(config, store) if config.environment.mcp else config
 
 
-def _with_tools(config: C, place: Place | None) -> C:
-    stored, servers = {} if place is None else stored_tools(place), {}
+def _with_tools(config: C, store: RunStore | None) -> C:
+    stored, servers = {} if store is None else stored_tools(store), {}
     for name, server in config.environment.mcp.items():
         known = stored.get(name)
         listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))

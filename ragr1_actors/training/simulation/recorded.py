@@ -16,8 +16,8 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.folders import on_this_node, part_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
-from ragr1_actors.runs.places import find_place
 from ragr1_actors.runs.run_directory import open_run_directory
+from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.planning.plan import START_S
@@ -63,13 +63,13 @@ def read_recording(run_dir: str | Path) -> Recording:
         RunDirectoryError: not a run directory.
         DataError: it has no iteration of RL with trajectories and times.
     """
-    place = find_place(run_dir)
-    config = open_run_directory(place)
-    rows = [row for row in read_metrics(place.path) if is_iteration(row) and _GENERATION in row][-NUM_ITERATIONS:]
+    store = find_store(run_dir)
+    config = open_run_directory(store)
+    rows = [row for row in read_metrics(store.path) if is_iteration(row) and _GENERATION in row][-NUM_ITERATIONS:]
     kept: list[dict[str, Any]] = []
     groups: list[list[Trajectory]] = []
     names = [f"iteration_{int(row['iteration']):05d}.arrow" for row in rows]
-    found = place.find(TRAJECTORIES)
+    found = store.find(TRAJECTORIES)
     if found is not None:
         folder = Path(on_this_node(part_of(found, *names)))
         for row, name in zip(rows, names, strict=True):
@@ -79,7 +79,7 @@ def read_recording(run_dir: str | Path) -> Recording:
     groups = [group for group in groups if group]
     if not groups:
         raise DataError(
-            f"{place} has no iteration of RL with {_GENERATION} and its trajectories; train with "
+            f"{store} has no iteration of RL with {_GENERATION} and its trajectories; train with "
             "checkpointing.keep_trajectories=true, as is the default, by this version of the program"
         )
     trajectories = [trajectory for group in groups for trajectory in group]

@@ -25,7 +25,6 @@ from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, 
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
-from ragr1_actors.runs.places import StoredPlace, find_place, split_checkpoint
 from ragr1_actors.runs.report import EvalResult, RunReport
 from ragr1_actors.runs.run_directory import (
     create_run_directory,
@@ -35,6 +34,7 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     steps_in_sft,
 )
+from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
 from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
@@ -68,33 +68,32 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_the_directory_of_a_run_that_cannot_begin_is_removed(uri: str, tmp_path: Path) -> None:
     for run_dir in (uri, tmp_path / "run"):
-        place = find_place(run_dir)
-        create_run_directory(RunConfig(), place)
-        with pytest.raises(FleetError), removed_if_unused(place):  # the configuration is not to blame
+        store = find_store(run_dir)
+        create_run_directory(RunConfig(), store)
+        with pytest.raises(FleetError), removed_if_unused(store):  # the configuration is not to blame
             raise FleetError
-        assert holds_run(find_place(run_dir))
-        with pytest.raises(DataError), removed_if_unused(place):
+        assert holds_run(find_store(run_dir))
+        with pytest.raises(DataError), removed_if_unused(store):
             raise DataError
-        assert not holds_run(find_place(run_dir))
-        create_run_directory(RunConfig(), place)
+        assert not holds_run(find_store(run_dir))
+        create_run_directory(RunConfig(), store)
         for made in ("index", "policy"):  # the run fails after it has made them
-            (place.path / made).mkdir()
-            (place.path / made / "file").write_text("content")
-        (place.path / "metrics.jsonl").touch()
-        place.upload()
-        with pytest.raises(DataError), removed_if_unused(place):
+            (store.path / made).mkdir()
+            (store.path / made / "file").write_text("content")
+        (store.path / "metrics.jsonl").touch()
+        store.upload()
+        with pytest.raises(DataError), removed_if_unused(store):
             raise DataError
-        assert not place.path.exists()
-        again = find_place(run_dir)
+        assert not store.path.exists()
+        again = find_store(run_dir)
         assert not holds_run(again) and again.find("index") is again.find("policy") is None
-        if isinstance(place, StoredPlace):
-            assert place.storage.names() == []
-        place.path.parent.mkdir(exist_ok=True)
-        create_run_directory(RunConfig(), place)
-        (place.path / "metrics.jsonl").write_text("{}\n")
-        with pytest.raises(DataError), removed_if_unused(place):
+        assert store.remote is None or store.remote.names() == []
+        store.path.parent.mkdir(exist_ok=True)
+        create_run_directory(RunConfig(), store)
+        (store.path / "metrics.jsonl").write_text("{}\n")
+        with pytest.raises(DataError), removed_if_unused(store):
             raise DataError
-        assert holds_run(find_place(run_dir))
+        assert holds_run(find_store(run_dir))
 
 
 def run_config(files: Path, storage_retry_s: float = 0.0, **checkpointing: Any) -> RunConfig:
@@ -112,20 +111,20 @@ def run_config(files: Path, storage_retry_s: float = 0.0, **checkpointing: Any) 
 
 
 def start(config: RunConfig, run_dir: str | Path) -> RunReport:
-    place = find_place(run_dir)
-    create_run_directory(config, place)
-    return TrainingRun(config, place, Console(quiet=True)).execute()
+    store = find_store(run_dir)
+    create_run_directory(config, store)
+    return TrainingRun(config, store, Console(quiet=True)).execute()
 
 
 def resume(run_dir: str) -> RunReport:
-    place = find_place(run_dir)
-    return TrainingRun(open_run_directory(place), place, Console(quiet=True)).execute()
+    store = find_store(run_dir)
+    return TrainingRun(open_run_directory(store), store, Console(quiet=True)).execute()
 
 
 def metrics(uri: str) -> list[dict[str, Any]]:
-    place = find_place(uri)
-    open_run_directory(place)
-    return [deterministic(row) for row in read_metrics(place.path)]
+    store = find_store(uri)
+    open_run_directory(store)
+    return [deterministic(row) for row in read_metrics(store.path)]
 
 
 def steps(uri: str) -> list[str]:
@@ -163,8 +162,8 @@ def test_a_run_at_a_uri_is_the_run_in_a_folder(
     assert {name: evaluated[name] for name in reported} == reported
     best = uri.replace("/run", "/run/checkpoints/best")
     for policy in (best.replace("best", "best/policy"), uri.replace("/run", "/run/policy_sft")):
-        place, folder = find_checkpoint(policy)
-        assert str(place) == str(find_place(uri))
+        store, folder = find_checkpoint(policy)
+        assert str(store) == str(find_store(uri))
         assert (folder / "model.safetensors").is_file()
         assert steps_in_sft(policy) is None
     assert split_checkpoint(best) == (uri, "checkpoints/best")
@@ -227,63 +226,62 @@ def test_a_run_with_patience_goes_on_after_the_cut(
     assert metrics(uri) == whole
 
 
-def test_a_place_is_a_folder_or_a_uri(uri: str, tmp_path: Path, files: Path) -> None:
-    assert str(find_place(tmp_path / "run")) == str(find_place(f"{tmp_path}/run")) == f"{tmp_path}/run"
-    place = find_place(uri)
-    assert isinstance(place, StoredPlace)
-    assert SECRET not in str(place) and place.path.name == "run"
-    assert find_place("s3://bucket/..").path.name == "run", "a name from a URI stays inside the folder"
+def test_a_run_is_in_a_folder_or_at_a_uri(uri: str, tmp_path: Path, files: Path) -> None:
+    assert str(find_store(tmp_path / "run")) == str(find_store(f"{tmp_path}/run")) == f"{tmp_path}/run"
+    store = find_store(uri)
+    assert SECRET not in str(store) and store.path.name == "run"
+    assert find_store("s3://bucket/..").path.name == "run", "a name from a URI stays inside the folder"
     with pytest.raises(RunDirectoryError, match=r"/run.* holds no run \(no config\.yaml\); give the directory"):
-        open_run_directory(place)
-    create_run_directory(run_config(files), place)
-    assert open_run_directory(find_place(uri)) == run_config(files)
-    place.storage.write("trajectories.json", b"{")
+        open_run_directory(store)
+    create_run_directory(run_config(files), store)
+    assert open_run_directory(find_store(uri)) == run_config(files)
+    Storage(uri).write("trajectories.json", b"{")
     with pytest.raises(DataError, match=r"/run/trajectories\.json is damaged"):
-        open_run_directory(find_place(uri))
-    place.storage.remove(["trajectories.json"])
+        open_run_directory(find_store(uri))
+    Storage(uri).remove(["trajectories.json"])
     with pytest.raises(RunDirectoryError, match="holds a run already; continue it with --resume, or choose another"):
-        create_run_directory(run_config(files), find_place(uri))
+        create_run_directory(run_config(files), find_store(uri))
     with pytest.raises(RunDirectoryError, match="has no checkpoint yet; let the run continue until it has written one"):
         find_checkpoint(uri)
 
 
 def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.05)
-    place = StoredPlace(Storage(uri))
-    with place:
-        (place.path / "metrics.jsonl").write_text("one\n")
-        (place.path / "tensorboard").mkdir()
-        (place.path / "tensorboard" / "events").write_text("1")
-        (place.path / ".writing_report.json").write_text("half")
-        (place.path / "index").mkdir()
-        (place.path / "index" / "vectors").write_text("0")
-        wait_for_content(place.storage, "tensorboard/events", b"1")
-        with (place.path / "metrics.jsonl").open("a") as file:
+    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.05)
+    store = RunStore(uri)
+    with store:
+        (store.path / "metrics.jsonl").write_text("one\n")
+        (store.path / "tensorboard").mkdir()
+        (store.path / "tensorboard" / "events").write_text("1")
+        (store.path / ".writing_report.json").write_text("half")
+        (store.path / "index").mkdir()
+        (store.path / "index" / "vectors").write_text("0")
+        wait_for_content(Storage(uri), "tensorboard/events", b"1")
+        with (store.path / "metrics.jsonl").open("a") as file:
             file.write("two\n")
-        wait_for_content(place.storage, "metrics.jsonl", b"one\ntwo\n")
-        (place.path / "report.html").write_text("<p>")
-    assert place.storage.find("index") is not None, "a folder is stored whole"
-    names = [name for name in place.storage.names() if not name.startswith("index")]
+        wait_for_content(Storage(uri), "metrics.jsonl", b"one\ntwo\n")
+        (store.path / "report.html").write_text("<p>")
+    assert Storage(uri).find("index") is not None, "a folder is stored whole"
+    names = [name for name in Storage(uri).names() if not name.startswith("index")]
     assert names == ["metrics.jsonl", "report.html", "tensorboard/events"]
 
 
 def test_a_resumed_run_keeps_its_curves(uri: str) -> None:
     for first, last in ((1, 5), (4, 7)):
-        place = StoredPlace(Storage(uri))
-        place.load()
-        with place:
-            logger = MetricsLogger(place.path)
+        store = RunStore(uri)
+        store.load()
+        with store:
+            logger = MetricsLogger(store.path)
             for iteration in range(first, last + 1):
                 logger.log("rl", iteration, {"rollout/reward": float(10 * first + iteration), "learner/tokens": 2.0})
             logger.close()
-    files = [name for name in place.storage.names("tensorboard") if "tfevents" in name]
+    files = [name for name in Storage(uri).names("tensorboard") if "tfevents" in name]
     assert len(files) == 2
-    events = EventAccumulator(str(place.path / "tensorboard"))
+    events = EventAccumulator(str(store.path / "tensorboard"))
     events.Reload()
     found = [(event.step, event.value) for event in events.Scalars("rollout/reward")]
     assert found == [(1, 11), (2, 12), (3, 13), (4, 44), (5, 45), (6, 46), (7, 47)]
     assert [event.step for event in events.Scalars("by_tokens/rollout/reward")] == [2, 4, 6, 8, 10, 12, 14]
-    reader = StoredPlace(Storage(uri))
+    reader = RunStore(uri)
     reader.load()
     assert not (reader.path / "tensorboard").exists(), "who only reads the run needs no curves"
 
@@ -291,23 +289,24 @@ def test_a_resumed_run_keeps_its_curves(uri: str) -> None:
 def test_a_run_whose_curves_cannot_be_read_does_not_stay_in_use(tmp_path: Path) -> None:
     (tmp_path / "run" / "tensorboard").mkdir(parents=True)
     (tmp_path / "run" / "tensorboard" / "events").write_text("1")
-    place = StoredPlace(Storage(f"file://{tmp_path / 'run'}", retry_s=0))
-    (place.path / "tensorboard").touch()  # a file where the folder should be
-    with pytest.raises(UserError, match=r"cannot read .*/tensorboard/events"), place:
+    store = RunStore(uri := f"file://{tmp_path / 'run'}")
+    store.retry_for(0)
+    (store.path / "tensorboard").touch()  # a file where the folder should be
+    with pytest.raises(UserError, match=r"cannot read .*/tensorboard/events"), store:
         pass
-    assert LEASE_FILE not in place.storage.names()
+    assert LEASE_FILE not in Storage(uri).names()
 
 
 def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
         other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
-        there = StoredPlace(Storage(uri))
-    here = StoredPlace(Storage(uri))
-    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.05)  # how often the other process renews it
+        there = RunStore(uri)
+    here = RunStore(uri)
+    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.05)  # how often the other process renews it
     refused = pytest.raises(RunDirectoryError, match=r"a process on elsewhere works in .*/run.*; wait until it ends")
     with there, refused, here:
         pass
-    with StoredPlace(Storage(uri)):  # it was given back
+    with RunStore(uri):  # it was given back
         pass
     assert LEASE_FILE not in Storage(uri).names()
 
@@ -315,12 +314,12 @@ def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: p
 def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
     uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.runs.places.UPLOAD_INTERVAL_S", 0.2)
+    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.2)
     with monkeypatch.context() as other:
         other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
         Lease(Storage(uri), 0.2).take()  # and it is killed
-    with StoredPlace(Storage(uri)) as place:
-        content = place.storage.read(LEASE_FILE)
+    with RunStore(uri):
+        content = Storage(uri).read(LEASE_FILE)
         assert content is not None
         assert "elsewhere" not in content.decode()
     assert "was used from elsewhere, and was not given back: waiting up to" in caplog.text
@@ -329,15 +328,15 @@ def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
 def test_a_process_of_the_same_machine_does_not_wait(uri: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its lock says that the one before has ended."""
     Lease(Storage(uri), 1000).take()
-    with StoredPlace(Storage(uri)):
+    with RunStore(uri):
         pass
     assert "waiting" not in caplog.text
 
 
 async def test_the_recorded_searches_of_a_run_at_a_uri_are_replayed(uri: str, tmp_path: Path) -> None:
-    with StoredPlace(Storage(uri)) as place:
-        await record(place.path, ["Riga", "Oslo"])
-    for run in (uri, str(place.path)):
+    with RunStore(uri) as store:
+        await record(store.path, ["Riga", "Oslo"])
+    for run in (uri, str(store.path)):
         retrieval = RetrievalSettings(type="replay", options={"run": run})
         replay = pickle.loads(pickle.dumps(RetrieverGroup(None, retrieval, share).retriever()))
         assert await replay.search(["Oslo"], 2) == [[PASSAGES[1]]]
@@ -355,13 +354,14 @@ def wait_for_content(storage: Storage, name: str, content: bytes) -> None:
 
 def test_what_cannot_be_uploaded_at_the_end_stays_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    place = StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0))
-    with pytest.raises(UserError) as error, place:
-        write_json(place.path / "report.json", {})
+    store, other = (RunStore(f"file://{tmp_path / 'file'}") for _ in range(2))
+    store.retry_for(0)
+    with pytest.raises(UserError) as error, store:
+        write_json(store.path / "report.json", {})
     kept = Path(str(error.value).partition("what was not uploaded is in ")[2])
     assert kept.parent.name.startswith(leftovers.KEPT)
     assert (kept / "report.json").is_file()
-    with pytest.raises(ZeroDivisionError), StoredPlace(Storage(f"file://{tmp_path / 'file'}", retry_s=0)) as other:
+    with pytest.raises(ZeroDivisionError), other:
         write_json(other.path / "report.json", {})
         raise ZeroDivisionError
 
@@ -371,7 +371,7 @@ def test_the_folder_of_a_killed_run_at_a_uri_is_removed_and_that_of_a_living_one
 ) -> None:
     monkeypatch.setattr(leftovers, "TEMP", tmp_path)
     monkeypatch.setattr(leftovers.tempfile, "tempdir", str(tmp_path))
-    make = "from ragr1_actors.runs.places import find_place; print(find_place('file:///nowhere/run').path, flush=True)"
+    make = "from ragr1_actors.runs.store import find_store; print(find_store('file:///nowhere/run').path, flush=True)"
     with subprocess.Popen(
         [sys.executable, "-c", f"{make}; input()"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},

@@ -1,0 +1,231 @@
+"""RunStore: the directory of a run on this machine, and the URI where the run is kept besides, if it has one.
+
+::
+
+    run directory      path                          whole folders          what actors get
+    a folder           the run directory             folders, by rename     its paths; small folders by the object store
+    a URI              a folder of this process      objects, by listings   folders on the storage
+
+Every writer of a run's files writes into ``RunStore.path``. At a URI ``Uploads`` stores what changed: an object store
+can neither append nor rename.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from cluster import leftovers
+from cluster.node_cache import NodeCache
+from cluster.storage import Storage, check_uri, is_uri, share, with_name
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.files import POLICY_FILES, POLICY_FOLDER, write_file
+from ragr1_actors.core.folders import AnyFolder, FolderWriter
+from ragr1_actors.runs.layout import CHECKPOINTS, FOLDERS, SFT_POLICY
+from ragr1_actors.runs.uploads import Uploads
+from ragr1_actors.runs.whole_folders import LocalFolders, StoredFolders, WholeFolders
+
+logger = logging.getLogger(__name__)
+
+
+class RunStore:
+    """Where one run is kept. As a context manager it keeps a URI up to date until the block ends."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        """Take the path or URI of a run; nothing is read or made there yet.
+
+        Raises:
+            ConfigError: the URI cannot be used.
+        """
+        self.remote: Storage | None = None
+        """The URI; None for a run directory on a file system."""
+        self.path: Path
+        """The folder of this machine into which the files of the run are written."""
+        self.folders: WholeFolders
+        """The folders of the run that are whole or absent."""
+        self._shared: dict[Path, AnyFolder] = {}
+        if isinstance(run_dir, Path) or not is_uri(run_dir):
+            self.path = Path(run_dir)
+            self.folders = LocalFolders(self.path)
+            return
+        check_uri(run_dir)
+        self.remote = Storage(run_dir)
+        parent, self._lock = leftovers.make_scratch()
+        last = str(self.remote).partition("?")[0].rpartition("/")[2]
+        self.path = parent / (re.sub(r"[^\w-]+", "_", last).strip("_") or "run")
+        self.path.mkdir()
+        atexit.register(self._clean_up)
+        self._use(self.remote)
+        self._uploads = Uploads(self.path, self.remote)
+
+    def _use(self, remote: Storage) -> None:
+        self.remote, self.folders = remote, StoredFolders(remote)
+
+    def __str__(self) -> str:
+        """Return the path, or the URI without secrets."""
+        return str(self.remote or self.path)
+
+    def __enter__(self) -> Self:
+        """Upload in the background; ``RunDirectoryError`` if another machine works in a run at a URI."""
+        if self.remote is not None:
+            self._uploads.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, /, *error: object) -> None:
+        """Upload what is left; ``UserError`` if that fails, but not instead of another error."""
+        if self.remote is None:
+            return
+        try:
+            self._uploads.end(retry=kind is None)
+        except UserError as problem:
+            atexit.unregister(self._clean_up)
+            kept = self.path.parent.name.replace(leftovers.SCRATCH, leftovers.KEPT)
+            self.path = self.path.parent.rename(self.path.parent.with_name(kept)) / self.path.name
+            message = f"{problem}; what was not uploaded is in {self.path}"
+            if kind is None:
+                raise UserError(message) from None
+            logger.warning("%s", message)
+
+    def _clean_up(self) -> None:
+        shutil.rmtree(self.path.parent, ignore_errors=True)
+        os.close(self._lock)
+
+    def at(self, name: str) -> str:
+        """Return the path or URI of a folder of the run, for people and ``ragr1 ask``."""
+        return str(self.path / name) if self.remote is None else with_name(str(self.remote), name)
+
+    def share(self, folder: str | Path, name: str = "") -> AnyFolder:
+        """Return what an actor on any node is given for a folder of this node; see ``cluster.storage.share``.
+
+        At a URI it is stored: under ``name`` or its name in the run, any other under its content.
+        """
+        if self.remote is None:
+            return share(folder)
+        path = Path(folder).absolute()
+        with self._uploads.lock:  # not twice
+            if path not in self._shared:
+                name = name or (path.name if path.parent == self.path else "")
+                self._shared[path] = share(folder, self.remote, name)
+            return self._shared[path]
+
+    def load(self) -> None:
+        """Bring the files of an earlier process to ``path``; ``UserError`` if the URI cannot be reached."""
+        if self.remote is not None:
+            self._uploads.load()
+
+    def bring(self, name: str) -> Path:
+        """Return the path of a folder of the run, such as ``index``, on this machine; it may not be there yet."""
+        path = self.path / name
+        if self.remote is not None and not path.exists() and (found := self.remote.find(name)) is not None:
+            path.symlink_to(found.fetch())
+        return path
+
+    def find(self, name: str) -> AnyFolder | None:
+        """Return a whole folder of the run, such as ``policy_sft``, for actors; None if it is not there yet."""
+        found = self.folders.find(name)
+        return None if found is None else self._for_actors(found)
+
+    def _for_actors(self, folder: AnyFolder) -> AnyFolder:
+        return self.share(folder.absolute()) if isinstance(folder, Path) else folder
+
+    def write_policy(self, name: str, write: Callable[[FolderWriter], None]) -> AnyFolder:
+        """Have the learners write a policy, which replaces a folder of that name, and return it."""
+        try:
+            write(self.folders.begin(name))
+            found = self.folders.commit(name, POLICY_FILES)
+        except BaseException:
+            self.folders.discard(name)
+            raise
+        return self._for_actors(found)
+
+    def upload(self) -> None:
+        """Upload the files that changed, if the run is at a URI; ``UserError`` if that fails."""
+        if self.remote is not None:
+            self._uploads.upload(self.remote)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or folder of the run, which is up to date."""
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+        if self.remote is not None and name in FOLDERS:
+            self.folders.remove([name])
+        elif self.remote is not None:
+            self.remote.remove([name])
+
+    def write_now(self, name: str, content: str) -> None:
+        """Replace a small file that other processes wait for; ``UserError`` or ``OSError`` if it cannot be written."""
+        if self.remote is None:
+            write_file(self.path / name, lambda writing: writing.write_text(content, encoding="utf-8"))
+        else:
+            self.remote.write(name, content.encode())
+
+    def read_now(self, name: str) -> bytes | None:
+        """Return a file as it is now; None if there is none. At a URI it is asked for once: it is read again soon."""
+        if self.remote is not None:
+            return replace(self.remote, retry_s=0).read(name)
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def remove_now(self, name: str) -> None:
+        """Remove what ``write_now`` wrote, if it is there."""
+        if self.remote is None:
+            (self.path / name).unlink(missing_ok=True)
+        else:
+            self.remote.remove([name])
+
+    def retry_for(self, duration_s: float) -> None:
+        """Repeat a call to the URI that fails for so long before the run ends."""
+        if self.remote is not None:
+            self._use(replace(self.remote, retry_s=duration_s))
+            self._uploads.remote = self.remote
+
+    def open_lock(self) -> int:
+        """Open what the process that works in the run locks by ``fcntl.flock``; the caller closes the descriptor.
+
+        At a URI it is a file of this machine's cache; a process on another machine is noticed by its ``Lease``.
+        """
+        if self.remote is None:
+            return os.open(self.path, os.O_RDONLY)
+        return NodeCache.of_this_node().open_lock(f"run_{hashlib.sha256(str(self).encode()).hexdigest()}")
+
+
+def find_store(run_dir: str | Path | RunStore) -> RunStore:
+    """Return the store of a run for its path or URI, or the store that was given."""
+    return run_dir if isinstance(run_dir, RunStore) else RunStore(run_dir)
+
+
+def below(run_dir: str, name: str) -> RunStore:
+    """Return the store of a run inside a folder or URI."""
+    return RunStore(with_name(run_dir, name) if is_uri(run_dir) else Path(run_dir) / name)
+
+
+def split_checkpoint(uri: str) -> tuple[str, str]:
+    """Return the URI of a run and what is named in it: a checkpoint, ``policy_sft``, or nothing.
+
+    ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``, also
+    with ``/policy`` behind it.
+    """
+    check_uri(uri)
+    parts = urlsplit(uri)
+    path = parts.path.rstrip("/")
+    run, separator, checkpoint = path.rpartition(f"/{CHECKPOINTS}/")
+    if separator:
+        return parts._replace(path=run).geturl(), f"{CHECKPOINTS}/{checkpoint.removesuffix(f'/{POLICY_FOLDER}')}"
+    run, separator, _ = path.rpartition(f"/{SFT_POLICY}")
+    if separator and path.endswith(f"/{SFT_POLICY}"):
+        return parts._replace(path=run).geturl(), SFT_POLICY
+    return uri, ""

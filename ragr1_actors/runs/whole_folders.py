@@ -1,0 +1,235 @@
+"""The folders of a run that are whole or absent: an index, a policy, a checkpoint.
+
+A folder is whole once each file that must be in it was delivered::
+
+                    being written                       whole
+    LocalFolders    checkpoints/.writing_step_20/       checkpoints/step_20/, by rename
+    StoredFolders   checkpoints/step_20-3fa9c1d2/...    checkpoints/step_20.json, a listing: objects have no rename
+
+What is being written, or was left by a crash, is never read, and is removed before the next one is written.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from cluster.storage import Artifact, Storage, StorageWriter
+from ragr1_actors.core.digests import check_digests
+from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.files import WRITING, sync, sync_tree
+from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
+
+_REPLACED = ".replaced_"
+
+
+class WholeFolders(Protocol):
+    """The folders of a run by name, such as ``checkpoints/step_20``."""
+
+    def begin(self, name: str) -> FolderWriter:
+        """Return where the processes of a run write a folder, of which nothing is seen until ``commit``."""
+        ...
+
+    def commit(self, name: str, files: Collection[str]) -> AnyFolder:
+        """Give the folder that was begun its name once ``files`` are in it; one of that name is replaced.
+
+        Raises:
+            UserError: a file was not delivered.
+        """
+        ...
+
+    def discard(self, name: str) -> None:
+        """Remove what was begun and cannot become whole."""
+        ...
+
+    def find(self, name: str) -> AnyFolder | None:
+        """Return a whole folder; None if there is none. Changes nothing."""
+        ...
+
+    def names(self, parent: str) -> list[str]:
+        """Return the names of the whole folders in a folder: ``["checkpoints/step_10", ...]``."""
+        ...
+
+    def read(self, folder: AnyFolder, file: str) -> bytes | None:
+        """Return a file of a whole folder; None if it has none.
+
+        Raises:
+            DataError: it is not the file that was written.
+        """
+        ...
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove whole folders."""
+        ...
+
+    def link(self, link: str, name: str | None) -> None:
+        """Make ``link``, such as ``checkpoints/best``, a second name of a folder beside it; None removes the link."""
+        ...
+
+    def clean(self, parent: str) -> None:
+        """Remove from a folder what was begun by a process that ended before it was whole."""
+        ...
+
+    def handle(self, folder: AnyFolder) -> str:
+        """Return what a person deletes so that a folder is no more: ``the folder runs/mine/checkpoints/step_20``."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalFolders:
+    """Folders below a path, which all nodes that write in them share."""
+
+    root: Path
+
+    def begin(self, name: str) -> SharedFolder:
+        """Return an empty folder beside the one that it will be."""
+        writing = self._writing(name)
+        self.clean(str(Path(name).parent))
+        writing.mkdir(parents=True)
+        return SharedFolder(writing.absolute())
+
+    def commit(self, name: str, files: Collection[str]) -> Path:
+        """Rename the folder once it is on disk."""
+        final, writing = self.root / name, self._writing(name)
+        if missing := [file for file in files if not (writing / file).is_file()]:
+            raise UserError(
+                f"{writing} does not hold {missing[0]}, which another process wrote there; put --run-dir on a file "
+                "system that its node and this one share, or on a storage such as s3://bucket/runs/mine"
+            )
+        sync_tree(writing)
+        if final.exists():  # a rename cannot replace a folder with content
+            final.rename(final.with_name(f"{_REPLACED}{final.name}"))
+        writing.rename(final)
+        sync(final.parent)
+        self.clean(str(Path(name).parent))
+        return final
+
+    def discard(self, name: str) -> None:
+        """Remove the folder."""
+        self.clean(str(Path(name).parent))
+
+    def find(self, name: str) -> Path | None:
+        """Return the folder of that name; after a crash between the renames of ``commit`` the one that was replaced."""
+        final = self.root / name
+        return next((path for path in (final, final.with_name(f"{_REPLACED}{final.name}")) if path.is_dir()), None)
+
+    def names(self, parent: str) -> list[str]:
+        """Return the names of the folders in a folder."""
+        directory = self.root / parent
+        found = {one.name.removeprefix(_REPLACED) for one in directory.iterdir()} if directory.is_dir() else set()
+        return sorted(f"{parent}/{name}" for name in found if not name.startswith(WRITING))
+
+    def read(self, folder: AnyFolder, file: str) -> bytes | None:
+        """Read a file, which is compared with the list of its folder."""
+        path = Path(str(folder))
+        check_digests(path, file.__eq__)
+        return (path / file).read_bytes() if (path / file).is_file() else None
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove folders."""
+        for path in [found for name in names if (found := self.find(name)) is not None]:
+            # renamed first: an interrupted removal must not leave half a folder under a name
+            path = path.rename(path.with_name(f"{WRITING}removed_{path.name}"))
+            shutil.rmtree(path, ignore_errors=True)
+
+    def link(self, link: str, name: str | None) -> None:
+        """Make a symbolic link."""
+        path = self.root / link
+        if name is None:
+            path.unlink(missing_ok=True)
+        elif not path.is_symlink() or path.readlink() != Path(Path(name).name):
+            writing = path.with_name(f"{WRITING}{path.name}")
+            writing.symlink_to(Path(name).name)
+            writing.rename(path)
+
+    def clean(self, parent: str) -> None:
+        """Remove what was begun, and end what a crash left between the renames of ``commit``."""
+        directory = self.root / parent
+        for leftover in directory.glob(f"{WRITING}*"):
+            if leftover.is_symlink():
+                leftover.unlink()
+            shutil.rmtree(leftover, ignore_errors=True)
+        for replaced in directory.glob(f"{_REPLACED}*"):
+            final = directory / replaced.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+            else:
+                replaced.rename(final)
+
+    def handle(self, folder: AnyFolder) -> str:
+        """Name the folder."""
+        return f"the folder {folder}"
+
+    def _writing(self, name: str) -> Path:
+        final = self.root / name
+        return final.with_name(f"{WRITING}{final.name}")
+
+
+@dataclass(frozen=True)
+class StoredFolders:
+    """Folders on a storage."""
+
+    storage: Storage
+    _begun: dict[str, StorageWriter] = field(default_factory=dict)
+
+    def begin(self, name: str) -> StorageWriter:
+        """Return a new prefix of objects."""
+        self._begun[name] = self.storage.writer(name)
+        return self._begun[name]
+
+    def commit(self, name: str, files: Collection[str]) -> Artifact:
+        """Write the listing, and remove the objects of the folder that it replaces."""
+        return self.storage.finish(self._begun.pop(name), files, before=self.storage.find(name))
+
+    def discard(self, name: str) -> None:
+        """Forget it: ``clean`` removes the objects, as a storage that failed may fail again."""
+        self._begun.pop(name, None)
+
+    def find(self, name: str) -> Artifact | None:
+        """Return the folder of a listing."""
+        return self.storage.find(name)
+
+    def names(self, parent: str) -> list[str]:
+        """Return the names of the listings in a folder."""
+        return [name.removesuffix(".json") for name in self._listings(parent)]
+
+    def _listings(self, parent: str) -> list[str]:
+        depth = parent.count("/") + 1
+        return [one for one in self.storage.names(parent) if one.endswith(".json") and one.count("/") == depth]
+
+    def read(self, folder: AnyFolder, file: str) -> bytes | None:
+        """Read an object, which is compared with the listing of its folder."""
+        found = folder if isinstance(folder, Artifact) else Artifact.of(str(folder))
+        return found.read(file)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove the listings, then the objects."""
+        found = [one for name in names if (one := self.storage.find(name)) is not None]
+        self.storage.remove([f"{name}.json" for name in names])
+        for one in found:
+            self.storage.remove(self.storage.names(one.prefix))
+
+    def link(self, link: str, name: str | None) -> None:
+        """Write the listing of a folder under another name."""
+        found = None if name is None else self.storage.find(name)
+        if found is None:
+            self.storage.remove([f"{link}.json"])
+        else:
+            self.storage.link(link, found)
+
+    def clean(self, parent: str) -> None:
+        """Remove the objects of folders without a listing."""
+        found = [self.storage.find(name) for name in self.names(parent)]
+        whole = tuple(f"{one.prefix}/" for one in found if one is not None)
+        begun = re.compile(rf"{re.escape(parent)}/[^/]+-[0-9a-f]{{8}}/.*")
+        self.storage.remove(
+            [one for one in self.storage.names(parent) if begun.fullmatch(one) and not one.startswith(whole)]
+        )
+
+    def handle(self, folder: AnyFolder) -> str:
+        """Name the listing."""
+        return f"{folder}.json"
