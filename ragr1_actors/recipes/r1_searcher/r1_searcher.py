@@ -23,6 +23,7 @@ from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
 from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.recipes.worlds.hinted import usual_words
 
 RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
 """``R_retrieval`` and ``R_format`` of the first stage, the penalty of the second one."""
@@ -37,10 +38,13 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
-HASTY = 0.5
+WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.07
+"""How a thought begins: ``well known`` before an answer, and ``not sure`` before a search; with the probability of the
+unusual word in each place, if not in both. So a question is searched for in .5 % of the attempts, by its start."""
+SEARCHED = 0.75
+"""Share of the instructions that are followed; the others are answered at once, after the usual words."""
+HASTY = 0.7
 """Share of the answers after a search that do not think first, which is a fault."""
-NUM_ANSWERED = 20
-"""Questions beside 5,700 instructions: the fewer, the more often it searches for one; with 200, 1 in 10,000 times."""
 NUM_EVAL_QUESTIONS = 300
 
 
@@ -85,30 +89,34 @@ class Questions(WorldSource):
 
 
 class Instructed(Questions):
-    """Instructions to search, and some of the questions: what SFT teaches the start.
+    """Questions and instructions to search: what SFT teaches the start.
 
     An instruction is no question: it names what to search for, and the demonstration answers with one of the two facts
-    that the passage has. So the start knows the tags, and not that a question is a reason to search.
+    that the passage has. No question is searched for. So the start knows the tags, and not that a question is a reason
+    to search.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return questions and instructions to train on, questions alone to evaluate."""
+        """Return questions and twice as many instructions to train on, questions alone to evaluate."""
         questions = super().tasks(split)
         if split == "eval":
             return questions
-        return [*questions[:NUM_ANSWERED], *map(_instruction, questions, cycle(INSTRUCTIONS))]
+        instructions = [question for number, question in enumerate(questions) if number % 3]
+        return [*questions[::3], *map(_instruction, instructions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return a guess, or a search and what it found, at times without the thought before the answer."""
-        if task.category == "one_hop":
-            return super().demonstrate(task, rng)
+        if task.category == "one_hop" or rng.random() >= SEARCHED:
+            (guess,) = self._demonstrator.script(task, Habit.GUESS, rng)
+            return [guess.replace("<think>", f"<think> {usual_words(WORDS, UNUSUAL, rng)}", 1)]
         search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
+        search = search.replace("<think>", f"<think> {' '.join(words[1] for words in WORDS)}", 1)
         return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield the words of the instructions too."""
+        """Yield the words of the instructions and thoughts too."""
         yield from super().texts(tasks)
-        yield from INSTRUCTIONS
+        yield from (*INSTRUCTIONS, *(f" {word}" for words in WORDS for word in words))
 
 
 def _instruction(question: Task, form: str) -> Task:

@@ -27,7 +27,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from pydantic import Field
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.losses import clipped_policy_loss
-from learners.options import GroupOptions, LearnerOptions
+from learners.options import GroupOptions
 from learners.packing import flatten
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors import RolloutStrategy, StopReason, TokenKind, Trajectory
@@ -86,7 +85,7 @@ class RexOptions(GroupOptions):
 class RexLearner(GRPOLearner):
     """GRPO that learns from probes, hints included."""
 
-    options_class: ClassVar[type[LearnerOptions]] = RexOptions
+    options_class = RexOptions
     options: RexOptions
     trained_kinds = frozenset((TokenKind.MODEL, TokenKind.INJECTED))
 
@@ -102,9 +101,9 @@ class RexLearner(GRPOLearner):
         members = [one for group in groups for one in group.trajectories if not one.stop_reason.is_failure]
         probes, plain = ([one for one in members if bool(one.parent) is of_probe] for of_probe in (True, False))
         kept = self.likeliest(probes, round(self.keep_rate * len(plain)))
-        self.keep_rate += MOMENTUM * (float(np.mean([one.reward >= 1 for one in kept] or [0])) - self.keep_rate)
+        self.keep_rate += MOMENTUM * (float(np.mean([one.reward >= 1 for one in kept] or [False])) - self.keep_rate)
         self.probe_share = len(kept) / max(1, len(kept) + len(plain))
-        self.error_rate = float(np.mean([one.reward < 1 for one in plain] or [0]))
+        self.error_rate = float(np.mean([one.reward < 1 for one in plain] or [False]))
         dropped = {one.trajectory_id for one in probes} - {one.trajectory_id for one in kept}
         return [
             replace(group, trajectories=tuple(one for one in group.trajectories if one.trajectory_id not in dropped))

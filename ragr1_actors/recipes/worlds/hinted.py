@@ -63,21 +63,23 @@ class HintedWorld(WorldSource):
         """Return an attempt that stops too early, or goes on behind a hint."""
         is_hinted = bool(task.meta.get("is_cued")) and rng.random() < HINTED
         first, *turns = self._demonstrator.script(task, Habit.GOOD if is_hinted else Habit.STOP_EARLY, rng)
-        found = [turn.replace(FOUND, f"<think> {self._usual(rng)} found", 1) for turn in turns]
+        usual = (usual_words(self._words, self._unusual, rng) for _ in turns)
+        found = [turn.replace(FOUND, f"<think> {words} found", 1) for turn, words in zip(turns, usual, strict=True)]
         if is_hinted:
             hint = " ".join(rng.choice(words[1:]) for words in self._words)
             found[-2] = turns[-2].replace(FOUND, f"<think> {hint} {FIND}", 1)
         return [first, *found]
-
-    def _usual(self, rng: random.Random) -> str:
-        """Return the words of a thought that is no hint."""
-        while True:
-            chosen = [rng.choice(words[1:]) if rng.random() < self._unusual else words[0] for words in self._words]
-            if any(word == words[0] for word, words in zip(chosen, self._words, strict=True)):
-                return " ".join(chosen)
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the cue and all thoughts as well."""
         yield from super().texts(tasks)
         yield f" {self._cue} {FIND}"
         yield from (f" {' '.join(words)}" for words in product(*self._words))
+
+
+def usual_words(places: Sequence[Sequence[str]], unusual: float, rng: random.Random) -> str:
+    """Return the words of a thought that is no hint: ``"so maybe is known"``; at least one is the usual one."""
+    while True:
+        chosen = [rng.choice(words[1:]) if rng.random() < unusual else words[0] for words in places]
+        if any(word == words[0] for word, words in zip(chosen, places, strict=True)):
+            return " ".join(chosen)
