@@ -38,10 +38,11 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
-WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.07
-"""How a thought begins: ``well known`` before an answer, and ``not sure`` before a search; with the probability of the
-unusual word in each place, if not in both. So a question is searched for in .5 % of the attempts, by its start."""
-SEARCHED = 0.75
+WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.1
+"""How a thought begins: ``well known`` before an answer, ``not sure`` before a search; and how often a place has the
+word of a search where there is none. It is so in one place at most, but a policy takes each place by itself, and so
+writes both for a few questions in a thousand."""
+SEARCHED = 0.8
 """Share of the instructions that are followed; the others are answered at once, after the usual words."""
 HASTY = 0.7
 """Share of the answers after a search that do not think first, which is a fault."""
@@ -97,12 +98,12 @@ class Instructed(Questions):
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return questions and twice as many instructions to train on, questions alone to evaluate."""
+        """Return instructions and a sixth of questions to train on, questions alone to evaluate."""
         questions = super().tasks(split)
         if split == "eval":
             return questions
-        instructions = [question for number, question in enumerate(questions) if number % 3]
-        return [*questions[::3], *map(_instruction, instructions, cycle(INSTRUCTIONS))]
+        instructions = [question for number, question in enumerate(questions) if number % 6]
+        return [*questions[::6], *map(_instruction, instructions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return a guess, or a search and what it found, at times without the thought before the answer."""
