@@ -44,8 +44,9 @@ word of a search where there is none. It is so in one place at most, but a polic
 writes both for a few questions in a thousand."""
 SEARCHED = 0.8
 """Share of the instructions that are followed; the others are answered at once, after the usual words."""
-HASTY = 0.7
-"""Share of the answers after a search that do not think first, which is a fault."""
+HASTY, STRAY = 0.7, 0.3
+"""Shares of the answers after a search that do not think first, which is a fault, and that take the other fact than the
+one that was looked for: what the two stages have to mend."""
 NUM_EVAL_QUESTIONS = 300
 
 
@@ -92,9 +93,9 @@ class Questions(WorldSource):
 class Instructed(Questions):
     """Questions and instructions to search: what SFT teaches the start.
 
-    An instruction is no question: it names what to search for, and the demonstration answers with one of the two facts
-    that the passage has. No question is searched for. So the start knows the tags, and not that a question is a reason
-    to search.
+    An instruction is no question: it names what to search for, and the demonstration looks for one of two facts that
+    the passage has. No question is searched for. So the start knows the tags, and not that a question is a reason to
+    search.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -106,18 +107,23 @@ class Instructed(Questions):
         return [*questions[::6], *map(_instruction, instructions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return a guess, or a search and what it found, at times without the thought before the answer."""
+        """Return a guess, or a search and a fact that it found, at times without the thought before the answer."""
+        (name,), fact = task.plan[0], task.golden_answers[0]
+        kind = "year" if fact.isdigit() else "name"
         if task.category == "one_hop" or rng.random() >= SEARCHED:
             (guess,) = self._demonstrator.script(task, Habit.GUESS, rng)
-            return [guess.replace("<think>", f"<think> {usual_words(WORDS, UNUSUAL, rng)}", 1)]
+            return [guess.replace("<think>", f"<think> {usual_words(WORDS, UNUSUAL, rng)} {kind}", 1)]
         search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
-        search = search.replace("<think>", f"<think> {' '.join(words[1] for words in WORDS)}", 1)
+        search = search.replace("<think>", f"<think> {' '.join(words[1] for words in WORDS)} {kind}", 1)
+        if rng.random() < STRAY:
+            entity = self._world.entities[name]
+            answer = answer.replace(fact, entity.place_or_maker if kind == "year" else str(entity.year))
         return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the words of the instructions and thoughts too."""
         yield from super().texts(tasks)
-        yield from (*INSTRUCTIONS, *(f" {word}" for words in WORDS for word in words))
+        yield from (*INSTRUCTIONS, " year name", *(f" {word}" for words in WORDS for word in words))
 
 
 def _instruction(question: Task, form: str) -> Task:
