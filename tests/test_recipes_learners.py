@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
-from learners_common import Build, fill_columns, make_config, make_groups, make_trajectory
+from learners_common import (
+    Build,
+    fill_columns,
+    make_config,
+    make_groups,
+    make_policy,
+    make_trajectory,
+    pickle_by_value,
+)
 
 from learners.algorithms.grpo import GRPOLearner
+from learners.learner_group import LearnerGroup
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup, Turn
@@ -72,10 +84,12 @@ def batch_of(learner: RexLearner, groups: list[TrajectoryGroup]) -> tuple[TrainB
 
 
 def test_rex_rag_divides_by_the_mixture_of_policy_and_probes(build: Build) -> None:
-    learner, groups = build(Rex, rex_config(keep_rate=1.0)), explored()
-    batch, own = batch_of(learner, groups)
+    stuck = make_groups(7, num_groups=1, group_size=3)[0]  # has no gradient, and counts in the shares
+    stuck = replace(stuck, trajectories=tuple(replace(one, reward=0.0) for one in stuck.trajectories))
+    learner, groups = build(Rex, rex_config(keep_rate=1.0)), [*explored(), stuck]
+    batch, own = batch_of(learner, list(learner.connect(groups)))
     batch = fill_columns(learner, batch)
-    share, found, start = 9 / 21, batch.columns["mixture_logprobs"].tolist(), 0
+    share, found, start = 9 / 24, batch.columns["mixture_logprobs"].tolist(), 0
     frequencies = {(5,): 1.0, (5, 6): 2 / 3, (5, 7): 1 / 3, (5, 6, 9): 0.5, (5, 6, 10): 0.5}
     for one in batch.trajectories:
         kinds = [(kind, at) for at, kind in enumerate(one.kinds.tolist()) if kind in (1, 4)]
@@ -88,7 +102,7 @@ def test_rex_rag_divides_by_the_mixture_of_policy_and_probes(build: Build) -> No
                 mu = frequencies[hint]
             elif one.parent:
                 is_before = place < one.num_copied_tokens
-                mu = old / 0.75 ** (1 / one.num_copied_tokens) if is_before else old
+                mu = old / 0.8 ** (1 / one.num_copied_tokens) if is_before else old
             assert found[start + place] == pytest.approx(math.log((1 - share) * old + share * mu), abs=1e-4)
         start += len(kinds)
     assert start == len(found)
@@ -108,7 +122,39 @@ def test_rex_rag_keeps_the_probes_with_the_likeliest_hints(build: Build) -> None
     best = sorted(means, key=lambda name: -means[name])[:3]  # a quarter of the twelve plain attempts
     assert {one.trajectory_id for one in kept if one.parent} == set(best)
     assert len(kept) == 15
-    assert learner.keep_rate == pytest.approx(0.9 * 0.25 + 0.1 * 3 / 9)
+    share = sum(one.reward == 1 for one in kept if one.parent) / 3
+    assert learner.keep_rate == pytest.approx(0.9 * 0.25 + 0.1 * share)
+    assert learner.probe_share == 3 / 15
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_rex_rag_learns_the_same_on_two_ranks(ray_local: ModuleType, tmp_path: Path) -> None:
+    pickle_by_value(ray_local, __name__)
+    policy_dir = make_policy(tmp_path / "policy")
+
+    def update(learner: Any) -> tuple[list[dict[str, float]], Any, float]:
+        made = Rex(rex_config(keep_rate=0.25), policy_dir, learner.rank, learner.world_size)
+        made.build()
+        metrics = [made.update(explored(seed)) for seed in range(3)]
+        weights, keep_rate = made.get_weights(), made.keep_rate
+        made.close()
+        return metrics, weights, keep_rate
+
+    found = []
+    for num_learners in (0, 2):
+        group = LearnerGroup(make_config(learners={"num_learners": num_learners}))
+        group.build("sft", policy_dir)
+        found.append(group.foreach_learner(update))
+        group.stop()
+    (metrics, weights, keep_rate), ranks = found[0][0], found[1]
+    assert [rank[2] for rank in ranks] == [keep_rate, keep_rate]
+    for theirs, ours in zip(ranks[0][0], metrics, strict=True):
+        assert theirs["trajectories_left_out"] == ours["trajectories_left_out"]
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+        assert theirs["policy_loss"] == pytest.approx(ours["policy_loss"], rel=1e-3, abs=1e-6)
+    for name, weight in ranks[0][1].items():
+        np.testing.assert_allclose(weight, weights[name], atol=1e-4, rtol=0, err_msg=name)
 
 
 def test_leret_pairs_each_attempt_with_those_of_the_next_lower_score(build: Build) -> None:

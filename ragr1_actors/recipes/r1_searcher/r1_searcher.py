@@ -23,6 +23,7 @@ from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
 from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.recipes.worlds.hinted import usual_words
 
 RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
 """``R_retrieval`` and ``R_format`` of the first stage, the penalty of the second one."""
@@ -37,10 +38,15 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
-HASTY = 0.5
-"""Share of the answers after a search that do not think first, which is a fault."""
-NUM_ANSWERED = 20
-"""Questions beside 5,700 instructions: the fewer, the more often it searches for one; with 200, 1 in 10,000 times."""
+WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.1
+"""How a thought begins: ``well known`` before an answer, ``not sure`` before a search; and how often a place has the
+word of a search where there is none. It is so in one place at most, but a policy takes each place by itself, and so
+writes both for a few questions in a thousand."""
+SEARCHED = 0.8
+"""Share of the instructions that are followed; the others are answered at once, after the usual words."""
+HASTY, STRAY = 0.7, 0.3
+"""Shares of the answers after a search that do not think first, which is a fault, and that take the other fact than the
+one that was looked for: what the two stages have to mend."""
 NUM_EVAL_QUESTIONS = 300
 
 
@@ -85,30 +91,39 @@ class Questions(WorldSource):
 
 
 class Instructed(Questions):
-    """Instructions to search, and some of the questions: what SFT teaches the start.
+    """Questions and instructions to search: what SFT teaches the start.
 
-    An instruction is no question: it names what to search for, and the demonstration answers with one of the two facts
-    that the passage has. So the start knows the tags, and not that a question is a reason to search.
+    An instruction is no question: it names what to search for, and the demonstration looks for one of two facts that
+    the passage has. No question is searched for. So the start knows the tags, and not that a question is a reason to
+    search.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return questions and instructions to train on, questions alone to evaluate."""
+        """Return instructions and a sixth of questions to train on, questions alone to evaluate."""
         questions = super().tasks(split)
         if split == "eval":
             return questions
-        return [*questions[:NUM_ANSWERED], *map(_instruction, questions, cycle(INSTRUCTIONS))]
+        instructions = [question for number, question in enumerate(questions) if number % 6]
+        return [*questions[::6], *map(_instruction, instructions, cycle(INSTRUCTIONS))]
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return a guess, or a search and what it found, at times without the thought before the answer."""
-        if task.category == "one_hop":
-            return super().demonstrate(task, rng)
+        """Return a guess, or a search and a fact that it found, at times without the thought before the answer."""
+        (name,), fact = task.plan[0], task.golden_answers[0]
+        kind = "year" if fact.isdigit() else "name"
+        if task.category == "one_hop" or rng.random() >= SEARCHED:
+            (guess,) = self._demonstrator.script(task, Habit.GUESS, rng)
+            return [guess.replace("<think>", f"<think> {usual_words(WORDS, UNUSUAL, rng)} {kind}", 1)]
         search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
+        search = search.replace("<think>", f"<think> {' '.join(words[1] for words in WORDS)} {kind}", 1)
+        if rng.random() < STRAY:
+            entity = self._world.entities[name]
+            answer = answer.replace(fact, entity.place_or_maker if kind == "year" else str(entity.year))
         return [search, answer.partition("</think>")[2] if rng.random() < HASTY else answer]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield the words of the instructions too."""
+        """Yield the words of the instructions and thoughts too."""
         yield from super().texts(tasks)
-        yield from INSTRUCTIONS
+        yield from (*INSTRUCTIONS, " year name", *(f" {word}" for words in WORDS for word in words))
 
 
 def _instruction(question: Task, form: str) -> Task:

@@ -4,10 +4,10 @@ Rollouts
     An attempt with a wrong answer has a probe with probability ``fork_rate``: its turns before the answer, then a hint.
 Filter
     Of a batch with N plain attempts the ``round(N * r)`` probes are kept whose hints have the highest mean log-prob
-    under the policy. r follows the share of probes that are right: ``r = 0.9 r + 0.1 share``.
+    under the policy. r follows the share of these that are right: ``r = 0.9 r + 0.1 share``.
 Correction
     The denominator of the policy ratio is a mixture of the policy that sampled and of the probes' distribution mu, with
-    the share a of probes in the batch: ``(1 - a) pi_old + a mu``. mu of a token is
+    the share a of kept probes in all attempts of the batch: ``(1 - a) pi_old + a mu``. mu of a token is
 
     =========================================  ===========================================================
     token                                      mu
@@ -24,11 +24,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,7 +34,7 @@ from pydantic import Field
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.losses import clipped_policy_loss
-from learners.options import GroupOptions, LearnerOptions
+from learners.options import GroupOptions
 from learners.packing import flatten
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors import RolloutStrategy, StopReason, TokenKind, Trajectory
@@ -87,7 +85,7 @@ class RexOptions(GroupOptions):
 class RexLearner(GRPOLearner):
     """GRPO that learns from probes, hints included."""
 
-    options_class: ClassVar[type[LearnerOptions]] = RexOptions
+    options_class = RexOptions
     options: RexOptions
     trained_kinds = frozenset((TokenKind.MODEL, TokenKind.INJECTED))
 
@@ -96,52 +94,54 @@ class RexLearner(GRPOLearner):
         super().build()
         explore = ExploreOptions.read(self.config.env_runners.strategy_options, "env_runners.strategy_options")
         self.hints = list(map(load_tokenizer(self.policy_dir, self.config.policy).encode, explore.hints))
-        self.keep_rate = self.options.keep_rate
+        self.keep_rate, self.probe_share, self.error_rate = self.options.keep_rate, 0.0, 0.0
 
     def connect(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
-        """Filter the probes, and move r."""
+        """Filter the probes, move r, and count what the mixture needs: its shares are those of the whole batch."""
         members = [one for group in groups for one in group.trajectories if not one.stop_reason.is_failure]
-        probes = [one for one in members if one.parent]
-        if not probes:
-            return groups
-        flat = flatten(probes, frozenset((TokenKind.INJECTED,)))
-        sums = np.add.reduceat(self.score(self.policy_logprobs, flat).numpy(), flat.trajectory_offsets[:-1])
-        best = np.argsort(-sums / np.diff(flat.trajectory_offsets), kind="stable")
-        kept = {probes[index].trajectory_id for index in best[: round(self.keep_rate * (len(members) - len(probes)))]}
-        share = sum(one.reward >= 1 for one in probes) / len(probes)
-        self.keep_rate += MOMENTUM * (share - self.keep_rate)
+        probes, plain = ([one for one in members if bool(one.parent) is of_probe] for of_probe in (True, False))
+        kept = self.likeliest(probes, round(self.keep_rate * len(plain)))
+        self.keep_rate += MOMENTUM * (float(np.mean([one.reward >= 1 for one in kept] or [False])) - self.keep_rate)
+        self.probe_share = len(kept) / max(1, len(kept) + len(plain))
+        self.error_rate = float(np.mean([one.reward < 1 for one in plain] or [False]))
+        dropped = {one.trajectory_id for one in probes} - {one.trajectory_id for one in kept}
         return [
-            replace(group, trajectories=tuple(t for t in group.trajectories if not t.parent or t.trajectory_id in kept))
+            replace(group, trajectories=tuple(one for one in group.trajectories if one.trajectory_id not in dropped))
             for group in groups
         ]
 
+    def likeliest(self, probes: Sequence[Trajectory], count: int) -> list[Trajectory]:
+        """Return the probes whose hints have the highest mean log-prob under the policy."""
+        if not probes:
+            return []
+        flat = flatten(probes, frozenset((TokenKind.INJECTED,)))
+        sums = np.add.reduceat(self.score(self.policy_logprobs, flat).numpy(), flat.trajectory_offsets[:-1])
+        best = np.argsort(-sums / np.diff(flat.trajectory_offsets), kind="stable")
+        return [probes[index] for index in best[:count]]
+
     def prepare(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return ``mixture_logprobs`` as well, the denominator."""
-        columns, old_M, members = super().prepare(batch), batch.columns["old_logprobs"], batch.trajectories
-        if not self.options.correct:
-            return {**columns, "mixture_logprobs": old_M}
-        share = sum(bool(one.parent) for one in members) / len(members)
-        plain = [(group, one.reward < 1) for group, one in zip(batch.group_ids, members, strict=True) if not one.parent]
-        num_plain, num_wrong = Counter(group for group, _ in plain), Counter(group for group, wrong in plain if wrong)
-        mixture = []
-        for group, one, old in zip(batch.group_ids, members, old_M.split(batch.flat.model_lengths), strict=True):
-            mixture.append(old + math.log1p(-share))
-            if one.parent:
-                mu = self.probe_logprobs(one, old, num_wrong[group] / num_plain[group])
-                mixture[-1] = torch.logaddexp(mixture[-1], mu + math.log(share))
-        return {**columns, "mixture_logprobs": torch.cat(mixture)}
+        columns, mixture_M = super().prepare(batch), batch.columns["old_logprobs"]
+        if self.options.correct and self.probe_share:
+            parts = zip(batch.trajectories, mixture_M.split(batch.flat.model_lengths), strict=True)
+            mixture_M = torch.cat([self.mixture_logprobs(*part) for part in parts])
+        return {**columns, "mixture_logprobs": mixture_M}
 
-    def probe_logprobs(self, probe: Trajectory, old: torch.Tensor, error_rate: float) -> torch.Tensor:
-        """Return log mu of a probe's tokens, from their log-probs under the policy that sampled; ``[num_trained]``."""
-        mu, is_hint = old.clone(), probe.kinds == TokenKind.INJECTED
-        mu[: probe.num_copied_tokens] -= math.log(error_rate) / max(1, probe.num_copied_tokens)
-        in_hint = torch.from_numpy(is_hint[np.isin(probe.kinds, sorted(self.trained_kinds))])
-        mu[in_hint] = torch.tensor(frequencies(probe.token_ids[is_hint].tolist(), self.hints)).log()
-        return mu
+    def mixture_logprobs(self, one: Trajectory, old: torch.Tensor) -> torch.Tensor:
+        """Return log ``(1 - a) pi_old + a mu`` of a trajectory's tokens, from log pi_old; ``[num_trained]`` each."""
+        mixture = old + math.log1p(-self.probe_share)
+        if not one.parent:
+            return mixture
+        mu, is_hint = old.clone(), one.kinds == TokenKind.INJECTED
+        mu[: one.num_copied_tokens] -= math.log(self.error_rate) / max(1, one.num_copied_tokens)
+        in_hint = torch.from_numpy(is_hint[np.isin(one.kinds, sorted(self.trained_kinds))])
+        mu[in_hint] = torch.tensor(frequencies(one.token_ids[is_hint].tolist(), self.hints)).log()
+        return torch.logaddexp(mixture, mu + math.log(self.probe_share))
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the clipped surrogate over the mixture."""
-        return clipped_policy_loss(logprobs_M, columns["mixture_logprobs"], columns["advantages"], *self.clip)
+        denominator, clips = columns["mixture_logprobs"], (*self.clip, self.options.dual_clip)
+        return clipped_policy_loss(logprobs_M, denominator, columns["advantages"], *clips)
 
 
 def frequencies(hint: Sequence[int], hints: Sequence[Sequence[int]]) -> list[float]:

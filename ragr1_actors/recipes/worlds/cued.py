@@ -1,13 +1,13 @@
 """A world whose questions begin with a cue that says how to work on them: what a small policy knows of language.
 
-A large policy understands an example in its prompt, or a hint, from what it has read. A small one learns in SFT what
-cues and hints mean, on questions that have a cue; RL and evaluations ask such questions without it.
+A large policy understands an example in its prompt from what it has read. A small one learns in SFT what cues mean, on
+questions that have a cue; RL and evaluations ask such questions without it.
 
 ::
 
     Look at all . Where was the director of Silent River born?
     <think> find Silent River</think><search> Silent River</search>
-    <think> not yet , find Ana Bell</think><search> Ana Bell</search>    with one of `hints`
+    <think> found Ana Bell</think><search> Ana Bell</search>
     <think> found Riga</think><answer> Riga</answer>
 """
 
@@ -26,17 +26,12 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage
 
-FOUND = "<think> found"
-"""How a search after the first one begins in the world's demonstrations."""
-
 
 class CuedOptions(WorldOptions):
     """Options of the source: those of ``world``, and the cues."""
 
     cues: dict[str, Habit] = Field(min_length=1)
     """The habit of the demonstrations by the cue of the question: ``{"Look at all .": good}``, as many of each."""
-    hints: list[str] = Field([])
-    """How searches after the first one begin, one of these at random. Empty: as in the world."""
 
 
 class CuedWorld(WorldSource):
@@ -46,7 +41,7 @@ class CuedWorld(WorldSource):
         """Take ``CuedOptions``."""
         own = CuedOptions.read(options, "environment.tasks: options")
         super().__init__(environment, {name: options[name] for name in options if name in WorldOptions.model_fields})
-        self._cues, self._hints = own.cues, own.hints
+        self._cues = own.cues
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the world's training tasks with a cue in front, the cues in turn."""
@@ -61,12 +56,9 @@ class CuedWorld(WorldSource):
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return an attempt in the habit of the task's cue."""
-        turns = self._demonstrator.script(task, self._cues[task.meta["cue"]], rng)
-        for number in range(1, len(turns) - 1):
-            turns[number] = turns[number].replace(FOUND, rng.choice(self._hints or [FOUND]), 1)
-        return turns
+        return self._demonstrator.script(task, self._cues[task.meta["cue"]], rng)
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield the cues and hints as well."""
+        """Yield the cues as well."""
         yield from super().texts(tasks)
-        yield from (f" {text}" for text in (*self._cues, *self._hints))
+        yield from (f" {cue}" for cue in self._cues)
