@@ -27,17 +27,15 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
 from retrieval.base import SEARCH
 
-SET_SIZE, DEPTH = 20, 100
-"""Candidates of a set: one relevant and 19 others. They are drawn from the first 100 that BM25 finds."""
-K = 10
-"""nDCG@10 is the measure of the paper."""
+SET_SIZE, DEPTH, K = 20, 100, 10
+"""Candidates of a set: one relevant and 19 others, drawn from the first 100 that BM25 finds. K is that of nDCG@10."""
 DECADES = {195: "fifties", 196: "sixties", 197: "seventies", 198: "eighties", 199: "nineties"}
 TOY_SET_SIZE = 10
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
 GOOD = 0.4
-"""Share of the demonstrations that name the right candidate; the others name any. All read the years of all first."""
+"""Share of the demonstrations that read candidates until one fits; the others name any at once."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -117,8 +115,9 @@ class BirthDecades(TaskSource):
         return {one.passage_id: one for one in make_world(0).entities.values() if one.kind is EntityKind.PERSON}
 
     def passages(self) -> Sequence[Passage]:
-        """Return a passage per person: ``Ana Bell was born in Riga in the year 1951.``"""
-        return [person.passage() for person in self._people.values()]
+        """Return a passage per person, as in a chronicle: ``1951: Ana Bell was born in Riga.``"""
+        text = "{0.year}: {0.name} was born in {0.place_or_maker}."
+        return [Passage(one.passage_id, one.name, text.format(one)) for one in self._people.values()]
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return 12,000 training tasks, or 300 about other cities; ``meta`` lists the candidates."""
@@ -137,14 +136,15 @@ class BirthDecades(TaskSource):
         return replace(task, golden_answers=(str(shown(task, candidates).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> [1] 1962 [2] 1951</think><answer>[2]</answer>``, with the right label or any."""
-        order = shown(task, task.meta["candidates"])
-        label = int(task.golden_answers[0]) if rng.random() < GOOD else rng.randint(1, len(order))
-        read = "".join(f" [{at}] {self._people[one].year}" for at, one in enumerate(order, 1))
-        return [f"<think>{read}</think><answer>[{label}]</answer>"]
+        """Return ``<think> [1] 1962 no [2] 1951 yes</think><answer>[2]</answer>``, or any label without reading."""
+        order, label = shown(task, task.meta["candidates"]), int(task.golden_answers[0])
+        years = [self._people[one].year for one in order[:label]]
+        read = "".join(f" [{at}] {year} {'yes' if at == label else 'no'}" for at, year in enumerate(years, 1))
+        thought, said = (read, label) if rng.random() < GOOD else (" any", rng.randint(1, len(order)))
+        return [f"<think>{thought}</think><answer>[{said}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield every passage, question and label."""
-        yield from (f" [{label}]" for label in range(1, TOY_SET_SIZE + 1))
+        """Yield every passage, question, label and word of a thought."""
+        yield from (f" any yes no [{label}]" for label in range(1, TOY_SET_SIZE + 1))
         yield from (f" {passage.text}" for passage in self.passages())
         yield from (task.question for task in tasks)
