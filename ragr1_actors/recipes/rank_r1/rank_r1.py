@@ -30,7 +30,8 @@ from retrieval.base import SEARCH
 SET_SIZE, DEPTH, K = 20, 100, 10
 """Candidates of a set: one relevant and 19 others, drawn from the first 100 that BM25 finds. K is that of nDCG@10."""
 DECADES = {195: "fifties", 196: "sixties", 197: "seventies", 198: "eighties", 199: "nineties"}
-TOY_SET_SIZE = 10
+TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
+"""Least and most candidates of a set: a small policy learns on small sets how to read."""
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
@@ -115,8 +116,8 @@ class BirthDecades(TaskSource):
         return {one.passage_id: one for one in make_world(0).entities.values() if one.kind is EntityKind.PERSON}
 
     def passages(self) -> Sequence[Passage]:
-        """Return a passage per person, as in a chronicle: ``1951: Ana Bell was born in Riga.``"""
-        text = "{0.year}: {0.name} was born in {0.place_or_maker}."
+        """Return a passage per person, as in a register of births: ``1951: Ana Bell of Riga``."""
+        text = "{0.year}: {0.name} of {0.place_or_maker}"
         return [Passage(one.passage_id, one.name, text.format(one)) for one in self._people.values()]
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -125,12 +126,13 @@ class BirthDecades(TaskSource):
         for person in self._people.values():
             born[person.place_or_maker].append(person)
         asked = sorted(born)[:NUM_EVAL_CITIES] if split == "eval" else sorted(born)[NUM_EVAL_CITIES:]
-        return [self._draw(f"decades/{split}/{n}", born[rng.choice(asked)], rng) for n in range(NUM_TASKS[split])]
+        ids = [f"decades/{split}/{number}" for number in range(NUM_TASKS[split])]
+        return [self._draw(one, born[rng.choice(asked)], rng.randint(*TOY_SIZES[split]), rng) for one in ids]
 
-    def _draw(self, task_id: str, born: list[Entity], rng: random.Random) -> Task:
+    def _draw(self, task_id: str, born: list[Entity], size: int, rng: random.Random) -> Task:
         best = rng.choice(born)
         others = [one.passage_id for one in born if (one.year or 0) // 10 != (best.year or 0) // 10]
-        candidates = [best.passage_id, *rng.sample(others, min(len(others), TOY_SET_SIZE - 1))]
+        candidates = [best.passage_id, *rng.sample(others, min(len(others), size - 1))]
         question = f"Who was born in {best.place_or_maker} in the {DECADES[(best.year or 0) // 10]}?"
         task = Task(task_id, question, (), "decade", (best.passage_id,), meta={"candidates": candidates})
         return replace(task, golden_answers=(str(shown(task, candidates).index(best.passage_id) + 1),))
@@ -145,6 +147,6 @@ class BirthDecades(TaskSource):
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage, question, label and word of a thought."""
-        yield from (f" any yes no [{label}]" for label in range(1, TOY_SET_SIZE + 1))
+        yield from (f" any yes no [{label}]" for label in range(1, 6))
         yield from (f" {passage.text}" for passage in self.passages())
         yield from (task.question for task in tasks)
