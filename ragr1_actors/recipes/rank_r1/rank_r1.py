@@ -27,17 +27,16 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
 from retrieval.base import SEARCH
 
-SET_SIZE, DEPTH = 20, 100
-"""Candidates of a set: one relevant and 19 others. They are drawn from the first 100 that BM25 finds."""
-K = 10
-"""nDCG@10 is the measure of the paper."""
+SET_SIZE, DEPTH, K = 20, 100, 10
+"""Candidates of a set: one relevant and 19 others, drawn from the first 100 that BM25 finds. K is that of nDCG@10."""
 DECADES = {195: "fifties", 196: "sixties", 197: "seventies", 198: "eighties", 199: "nineties"}
-TOY_SET_SIZE = 10
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
+TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
+"""Least and most candidates of a set: a small policy learns on small sets how to read."""
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
 GOOD = 0.4
-"""Share of the demonstrations that name the right candidate; the others name any. All read the years of all first."""
+"""Share of the demonstrations that read candidates until one fits; the others read the first one, and name it."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -117,8 +116,9 @@ class BirthDecades(TaskSource):
         return {one.passage_id: one for one in make_world(0).entities.values() if one.kind is EntityKind.PERSON}
 
     def passages(self) -> Sequence[Passage]:
-        """Return a passage per person: ``Ana Bell was born in Riga in the year 1951.``"""
-        return [person.passage() for person in self._people.values()]
+        """Return a passage per person, as in a register of births: ``1951: Ana Bell of Riga``."""
+        text = "{0.year}: {0.name} of {0.place_or_maker}"
+        return [Passage(one.passage_id, one.name, text.format(one)) for one in self._people.values()]
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return 12,000 training tasks, or 300 about other cities; ``meta`` lists the candidates."""
@@ -126,25 +126,25 @@ class BirthDecades(TaskSource):
         for person in self._people.values():
             born[person.place_or_maker].append(person)
         asked = sorted(born)[:NUM_EVAL_CITIES] if split == "eval" else sorted(born)[NUM_EVAL_CITIES:]
-        return [self._draw(f"decades/{split}/{n}", born[rng.choice(asked)], rng) for n in range(NUM_TASKS[split])]
+        return [self._draw(split, number, born[rng.choice(asked)], rng) for number in range(NUM_TASKS[split])]
 
-    def _draw(self, task_id: str, born: list[Entity], rng: random.Random) -> Task:
+    def _draw(self, split: Split, number: int, born: list[Entity], rng: random.Random) -> Task:
         best = rng.choice(born)
         others = [one.passage_id for one in born if (one.year or 0) // 10 != (best.year or 0) // 10]
-        candidates = [best.passage_id, *rng.sample(others, min(len(others), TOY_SET_SIZE - 1))]
+        ids = [best.passage_id, *rng.sample(others, rng.randint(*TOY_SIZES[split]) - 1)]
         question = f"Who was born in {best.place_or_maker} in the {DECADES[(best.year or 0) // 10]}?"
-        task = Task(task_id, question, (), "decade", (best.passage_id,), meta={"candidates": candidates})
-        return replace(task, golden_answers=(str(shown(task, candidates).index(best.passage_id) + 1),))
+        task = Task(f"decades/{split}/{number}", question, (), "decade", (best.passage_id,), meta={"candidates": ids})
+        return replace(task, golden_answers=(str(shown(task, ids).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> [1] 1962 [2] 1951</think><answer>[2]</answer>``, with the right label or any."""
-        order = shown(task, task.meta["candidates"])
-        label = int(task.golden_answers[0]) if rng.random() < GOOD else rng.randint(1, len(order))
-        read = "".join(f" [{at}] {self._people[one].year}" for at, one in enumerate(order, 1))
-        return [f"<think>{read}</think><answer>[{label}]</answer>"]
+        """Return ``<think> fifties 1951 [1] 1962 no [2] 1951 yes</think><answer>[2]</answer>``, or stop at ``[1]``."""
+        order, label = shown(task, task.meta["candidates"]), int(task.golden_answers[0])
+        years = [self._people[one].year or 0 for one in order]
+        last, wanted = label if rng.random() < GOOD else 1, years[label - 1]
+        read = "".join(f" [{at}] {year} {'yes' if at == label else 'no'}" for at, year in enumerate(years[:last], 1))
+        return [f"<think> {DECADES[wanted // 10]} {wanted}{read}</think><answer>[{last}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield every passage, question and label."""
-        yield from (f" [{label}]" for label in range(1, TOY_SET_SIZE + 1))
-        yield from (f" {passage.text}" for passage in self.passages())
+        """Yield every passage and question, and the words of a thought."""
+        yield from (f" {passage.text} [ yes no" for passage in self.passages())
         yield from (task.question for task in tasks)
