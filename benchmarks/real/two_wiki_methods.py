@@ -44,7 +44,7 @@ from retrieval.local import LocalRetriever
 EXPLORES = 0.9
 """Share of the demonstrations that search to the end (FrugalRAG, arXiv:2507.07634)."""
 NUM_WORDS, DEPTH = 30, 2000
-"""Words that are kept of a passage that is ranked, and how many BM25 finds: the relevant one shares few words with the question."""
+"""Words that are kept of a passage, and passages that BM25 finds: the right one shares few words with the question."""
 TYPES = ("compositional", "inference")
 
 
