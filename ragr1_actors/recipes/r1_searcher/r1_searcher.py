@@ -38,7 +38,7 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
-WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.1
+WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.16
 """How a thought begins: ``well known`` before an answer, ``not sure`` before a search; and how often a place has the
 word of a search where there is none. It is so in one place at most, but a policy takes each place by itself, and so
 writes both for a few questions in a thousand."""
