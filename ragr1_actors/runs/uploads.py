@@ -48,7 +48,7 @@ class Uploads:
         """Bring the files of an earlier process, of which this one reads some and goes on with others."""
         if self._is_loaded:
             return
-        remote = replace(self.remote, retry_s=0)  # a wrong name or credential is said at once
+        remote = replace(self.remote, retry_s=0)  # a wrong name or credential fails at once
         for name in _FIRST_FILES:
             if (content := remote.read(name)) is not None:
                 (self._path / name).write_bytes(content)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -169,12 +169,13 @@ class LocalFolders:
         return final.with_name(f"{WRITING}{final.name}")
 
 
-@dataclass(frozen=True)
 class StoredFolders:
     """Folders on a storage."""
 
-    storage: Storage
-    _begun: dict[str, StorageWriter] = field(default_factory=dict)
+    def __init__(self, storage: Storage) -> None:
+        """Begin nothing yet."""
+        self.storage = storage
+        self._begun: dict[str, StorageWriter] = {}
 
     def begin(self, name: str) -> StorageWriter:
         """Return a new prefix of objects."""
@@ -195,16 +196,14 @@ class StoredFolders:
 
     def names(self, parent: str) -> list[str]:
         """Return the names of the listings in a folder."""
-        return [name.removesuffix(".json") for name in self._listings(parent)]
-
-    def _listings(self, parent: str) -> list[str]:
         depth = parent.count("/") + 1
-        return [one for one in self.storage.names(parent) if one.endswith(".json") and one.count("/") == depth]
+        listings = (one for one in self.storage.names(parent) if one.endswith(".json") and one.count("/") == depth)
+        return [name.removesuffix(".json") for name in listings]
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
         """Read an object, which is compared with the listing of its folder."""
-        found = folder if isinstance(folder, Artifact) else Artifact.of(str(folder))
-        return found.read(file)
+        assert isinstance(folder, Artifact), folder
+        return folder.read(file)
 
     def remove(self, names: Collection[str]) -> None:
         """Remove the listings, then the objects."""

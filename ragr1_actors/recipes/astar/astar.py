@@ -62,7 +62,7 @@ class AStarEnv(TextEnv):
         return Message("user", self._prompt.replace("{question}", self._maze.shown(self._waiting[-1])))
 
     async def act(self, turn: Completion) -> StepResult:
-        """Take the residual of a node, 0 where none is said, and search on until another one is needed."""
+        """Read the residual of a node, or 0 if the turn has none; search on until A* needs that of another node."""
         said = found[1] if (found := _SAID.fullmatch(turn.text)) else ""
         action, node = "estimate" if said else MALFORMED, self._waiting.pop()
         if not self._is_search:
@@ -89,7 +89,7 @@ class MazeOptions(Section):
     num_mazes: int = Field(16_000, ge=1)
     """Training mazes, of each of which one node is drawn."""
     temperature: float | None = Field(None, gt=0)
-    """Of the distribution above; null: all nodes with equal probabilities."""
+    """Temperature of the draw at the top of this file. null draws all nodes equally often."""
 
 
 class Mazes(TaskSource):
