@@ -52,6 +52,20 @@ def death_line(error: Exception) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {line}", MAX_LINE, placeholder=" ...")
 
 
+def last_line(error: Exception) -> str:
+    """Return what ended an actor, else an error's class and the line of its message that says what went wrong.
+
+    That is the line behind the last traceback, since CUDA's advice follows it over several lines; else the last line.
+    """
+    if death := death_line(error):
+        return death
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    last_frame = max((at for at, line in enumerate(lines) if line.lstrip().startswith('File "')), default=None)
+    behind = [] if last_frame is None else [line for line in lines[last_frame + 1 :] if not line[0].isspace()]
+    chosen = (behind or lines[-1:] or [""])[0].strip()
+    return f"{type(error).__name__}: {chosen}" if chosen else type(error).__name__
+
+
 def memory_line(report: str) -> str:
     """Return the line for a report of Ray's memory monitor.
 

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -32,12 +32,9 @@ import numpy as np
 import ray
 import zmq
 from numpy.typing import NDArray
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from cluster.deaths import death_line
 from ragr1_actors.core.errors import RpcError
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -326,42 +323,6 @@ def _decode_array(kind: int, data: bytes) -> NDArray[Any]:
         raise ValueError(f"got a message with extension type {kind}, expected {_ARRAY}")
     dtype, shape, values = msgpack.unpackb(data)
     return np.frombuffer(bytearray(values), dtype).reshape(shape)
-
-
-def last_line(error: Exception) -> str:
-    """Return what ended an actor, else an error's class and the line of its message that says what went wrong.
-
-    That is the line behind the last traceback, since CUDA's advice follows it over several lines; else the last line.
-    """
-    if death := death_line(error):
-        return death
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    last_frame = max((at for at, line in enumerate(lines) if line.lstrip().startswith('File "')), default=None)
-    behind = [] if last_frame is None else [line for line in lines[last_frame + 1 :] if not line[0].isspace()]
-    chosen = (behind or lines[-1:] or [""])[0].strip()
-    return f"{type(error).__name__}: {chosen}" if chosen else type(error).__name__
-
-
-def outcomes(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Iterator[tuple[Any, RayError | None]]:
-    """Yield each call as it ends, with its error, given calls with their actors.
-
-    An actor none of whose calls ends within ``timeout_s`` hangs: it is killed, and Ray restarts it.
-    """
-    left = dict(calls)
-    while left:
-        done, hanging = ray.wait(list(left), timeout=timeout_s)
-        for call in done or hanging:
-            handle = left.pop(call)
-            error: RayError | None = None
-            if not done:
-                ray.kill(handle, no_restart=False)
-                error = GetTimeoutError(f"no answer in {timeout_s:g} s")
-            else:
-                try:
-                    ray.get(call)
-                except RayError as raised:
-                    error = raised
-            yield call, error
 
 
 def _admit(admission: zmq.Socket[bytes], client_key: bytes) -> None:

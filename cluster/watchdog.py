@@ -12,16 +12,17 @@ An actor that is killed fails its open calls, so every wait on an actor ends abo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 import ray
 from ray._private.state import state  # no public function says how often an actor was restarted
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from ragr1_actors.core.config import FaultToleranceSettings
@@ -31,12 +32,11 @@ Key = TypeVar("Key", bound=Hashable)
 HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
 """Default for fleets without a recipe, such as the one of ``ragr1 index serve``."""
 LOOK_S = 1.0
-"""Between two looks at the actors."""
+"""Between two looks at the actors, and at a beat."""
 _BEAT_S = 2.0
-MAX_DEATHS = 3
-"""An actor that dies as often while it loads will not load."""
 _STOP_TIMEOUT_S = 10.0
-_RESTART_LOOK_S = 0.2
+_SHORTEST_LOOK_S = 0.2
+"""Between two looks while an answer is awaited: who waits for an actor that starts hears of it soon."""
 _NAMESPACE = "ragr1_beats"
 
 
@@ -73,6 +73,12 @@ def beating(first_s: float = 0.0) -> Iterator[None]:
         thread.join()
 
 
+def show_life() -> None:
+    """Write one beat: an actor that stops before its first answer is noticed, too. Call it where an actor begins."""
+    if ray.is_initialized() and (actor_id := ray.get_runtime_context().get_actor_id()) is not None:
+        _internal_kv_put(_key(actor_id), f"{os.getpid()} 0", namespace=_NAMESPACE)
+
+
 def _key(actor_id: str) -> str:
     return f"beat {actor_id}"
 
@@ -84,7 +90,7 @@ class Finding:
     answer: Any = None
     """Its answer to the question."""
     error: RayError | None = None
-    """It is dead, or its answer was an error. Told once until it answers again."""
+    """It is dead, or its answer was an error. A death is told once until it answers again, but for the last one."""
     silent_s: float = 0.0
     """It has shown no life for so many seconds, and is killed now. Ray restarts it if it has restarts left."""
 
@@ -97,6 +103,7 @@ class _Watched:
     asked_at: float = 0.0
     call: Any = None
     beat: bytes | None = None
+    beat_read_at: float = -math.inf
     is_out: bool = False
     """It was dead at the last look."""
 
@@ -131,8 +138,9 @@ class Watchdog(Generic[Key]):
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> Self:
-        """Look at the actors about once a second from now on, in a thread."""
-        self._thread.start()
+        """Look at the actors about once a second from now on, in a thread; it is no error if it runs."""
+        if self._thread.ident is None:
+            self._thread.start()
         return self
 
     def watch(self, key: Key, actor: Any) -> None:
@@ -151,9 +159,27 @@ class Watchdog(Generic[Key]):
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
 
+    @contextlib.contextmanager
+    def patient(self, silence_s: float) -> Iterator[None]:
+        """Allow a silence of ``silence_s`` seconds for a while."""
+        before, self._hang_timeout_s = self._hang_timeout_s, max(silence_s, self._hang_timeout_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for actor in self._watched.values():
+                    if actor.alive_at is not None:
+                        actor.alive_at = self._clock()  # it may have been silent for longer than is allowed from now on
+                self._hang_timeout_s = before
+
     def _run(self) -> None:
-        while not self._has_ended.wait(LOOK_S) and ray.is_initialized():
+        while not self._has_ended.wait(self._pause_s()) and ray.is_initialized():
             self.look()
+
+    def _pause_s(self) -> float:
+        with self._lock:
+            awaits = any(actor.call is not None for actor in self._watched.values())
+        return _SHORTEST_LOOK_S if awaits else LOOK_S
 
     def look(self) -> None:
         """Look at every actor once."""
@@ -179,32 +205,41 @@ class Watchdog(Generic[Key]):
             return self._watched.get(key) is actor
 
     def _examine(self, actor: _Watched, now: float) -> Iterator[Finding]:
-        if actor.call is None and (actor.alive_at is None or actor.is_out or now - actor.asked_at >= self._interval_s):
+        is_expected = actor.alive_at is None or actor.is_out  # its first answer, or the first after a death
+        if actor.call is None and (is_expected or now - actor.asked_at >= self._interval_s):
             actor.call, actor.asked_at = self._ask(actor.actor), now
         if actor.call is None:
             return
         if ray.wait([actor.call], timeout=0)[0]:
-            call, actor.call = actor.call, None
-            try:
-                answer = ray.get(call)
-            except RayError as error:  # Ray refuses calls until the actor has loaded again: beats tell how that goes
-                if not actor.is_out:
-                    _forget_beat(actor)
-                    actor.is_out, actor.alive_at = True, None
-                    yield Finding(error=error)
-            else:
-                actor.is_out, actor.alive_at, actor.beat = False, now, None
-                yield Finding(answer=answer)
-                return
-        beat = _internal_kv_get(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
-        if beat not in (None, actor.beat):
-            actor.beat, actor.alive_at = beat, now
+            yield from self._read_answer(actor, now)
+        if actor.alive_at == now:
+            return
+        if now - actor.beat_read_at >= LOOK_S:
+            actor.beat_read_at = now
+            beat = _internal_kv_get(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
+            if beat not in (None, actor.beat):
+                actor.beat, actor.alive_at = beat, now
         if actor.alive_at is not None and now - actor.alive_at > self._hang_timeout_s:
             if actor.beat is not None and _has_ended(actor):  # it died while it loaded; the next process may lack room
                 _forget_beat(actor)
                 actor.alive_at = None
                 return
             yield Finding(silent_s=now - actor.alive_at)
+
+    def _read_answer(self, actor: _Watched, now: float) -> Iterator[Finding]:
+        call, actor.call = actor.call, None
+        try:
+            answer = ray.get(call)
+        except RayError as error:  # Ray refuses calls until the actor has loaded again: beats tell how that goes
+            if not actor.is_out:
+                _forget_beat(actor)
+                actor.is_out, actor.alive_at = True, None
+                yield Finding(error=error)
+            elif isinstance(error, RayTaskError) or (isinstance(error, RayActorError) and error.actor_init_failed):
+                yield Finding(error=error)
+        else:
+            actor.is_out, actor.alive_at, actor.beat = False, now, None
+            yield Finding(answer=answer)
 
     def _end(self, actor: _Watched) -> None:
         ray.kill(actor.actor, no_restart=False)
@@ -222,36 +257,3 @@ def _forget_beat(actor: _Watched) -> None:
     """Delete the last beat of a process that ended: the next process may wait long for room before it beats."""
     _internal_kv_del(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
     actor.beat = None
-
-
-def pings(actors: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Return what ``ping`` of each actor answers once it has loaded, also if it was ended meanwhile and loads again.
-
-    Raises:
-        RayError: one cannot start, has died ``MAX_DEATHS`` times, or has not answered in time (``GetTimeoutError``).
-    """
-    deadline = time.monotonic() + timeout_s
-    found: dict[int, Any] = {}
-    calls = {actor.ping.remote(): number for number, actor in enumerate(actors)}
-    while calls:
-        done, _ = ray.wait(list(calls), timeout=LOOK_S)
-        if not done:
-            for number in calls.values():
-                _check_deaths(actors[number])
-            if time.monotonic() > deadline:
-                raise GetTimeoutError(f"{len(calls)} of {len(actors)} actors did not answer in {timeout_s:g} s")
-            continue
-        number = calls.pop(done[0])
-        try:
-            found[number] = ray.get(done[0])
-        except ActorUnavailableError:  # Ray refuses calls while an actor restarts
-            _check_deaths(actors[number])
-            time.sleep(_RESTART_LOOK_S)
-            calls[actors[number].ping.remote()] = number
-    return [found[number] for number in range(len(actors))]
-
-
-def _check_deaths(actor: Any) -> None:
-    num_deaths = int(state.actor_table(actor._actor_id.hex()).get("NumRestarts", 0))
-    if num_deaths >= MAX_DEATHS:
-        raise ActorUnavailableError(f"it died {num_deaths} times while it loaded", actor._actor_id.binary())

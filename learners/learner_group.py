@@ -23,16 +23,28 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+import ray
 from numpy.typing import NDArray
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 from safetensors import SafetensorError
 
-from cluster.rpc import last_line
+from cluster.deaths import last_line
+from cluster.fleet import Fleet, Process, Pulse
+from cluster.watchdog import show_life
 from learners.call_history import CallHistory
-from learners.heartbeat import Heartbeat
 from learners.options import LEARNERS
+from learners.step_clock import StepClock
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
@@ -56,8 +68,6 @@ from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 
 if TYPE_CHECKING:  # only the process of the learner imports torch and transformers
-    import ray
-
     from learners.learner import Learner
     from learners.models.export import PolicyCopy
 
@@ -67,20 +77,33 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
-BLOCKING_CALLS = ("apply_blocking",)
-"""Calls during which a rank may not answer: Python's lock is held while a profile is read."""
+BLOCKED_S = 120.0
+"""Longest silence of a process that ends a profile: Python's lock is held while it is read."""
+FIRST_ANSWER_S = 600.0
+"""Longest time until the first answer: Ray starts the process, whose place is reserved."""
+VERDICT_TIMEOUT_S = 60.0
+"""Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
 """Between two calls of ``LearnerGroup.on_wait``."""
 
 _HEALTH = "health"
-"""Ray's concurrency group of the heartbeats."""
+"""Ray's concurrency group of the pulses."""
+_VERDICT_INTERVAL_S = 0.5
 _RESUME = "continue from the last checkpoint with --resume"
 
 
 class _BrokenRankError(FleetError):
     """A rank failed in a way that a restart may repair: killed, crashed, out of memory, a CUDA error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(Pulse):
+    """The pulse of a learner rank."""
+
+    num_micro_batches: int
+    """Since its learner was built."""
 
 
 class LearnerGroup:
@@ -105,8 +128,9 @@ class LearnerGroup:
         self.on_wait: Callable[[], None] = lambda: None
         """Called about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
-        self._actors: list[Any] = []
-        self._heartbeats: list[Heartbeat] = []
+        hang_timeout_s = self._fault_tolerance.hang_timeout_s
+        self._fleet = Fleet[Progress]("learner rank", self._start_rank, _ask, hang_timeout_s, is_gang=True)
+        self._clocks = [StepClock(hang_timeout_s) for _ in range(config.learners.num_learners)]
         self._history: CallHistory | None = None
         if config.learners.num_learners == 0:
             self._local = LearnerWorker(config)
@@ -115,23 +139,24 @@ class LearnerGroup:
 
                 torch.set_num_threads(config.debugging.num_threads)
         else:
-            self._start_actors()
+            self._fleet.scale_to(config.learners.num_learners)
+            self._let_meet()
 
     @property
     def actors(self) -> list[Any]:
-        """The actors of the ranks; none if the driver learns."""
-        return list(self._actors)
+        """The actors of the ranks; none if the driver learns, or if a rank failed and was not restarted."""
+        return [rank.actors[0] for rank in self._fleet.members if not rank.is_lost]
 
-    def _start_actors(self) -> None:
-        """Start a rank for each learner, again if one hangs or dies while it loads, and let them meet."""
+    def _let_meet(self) -> None:
+        """Let the ranks load their libraries and meet; start all again if one hangs or dies meanwhile."""
         while True:
             try:
-                self._place_actors()
                 host, port = self._call_once("prepare")[0]
                 self._call_once("join", host, port)
             except _BrokenRankError as failure:
                 self._count_restart(failure)
                 logger.warning("%s while it was started; all ranks start again", failure)
+                self._fleet.restart()
             else:
                 return
 
@@ -141,36 +166,29 @@ class LearnerGroup:
             raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
         self.num_restarts += 1
 
-    def _place_actors(self) -> None:
-        import ray
-
+    def _start_rank(self, rank: int) -> list[Any]:
         settings = self.config.learners
         actor_class = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
             num_cpus=settings.num_cpus_per_learner,
             num_gpus=settings.num_gpus_per_learner,
             concurrency_groups={_HEALTH: 1},  # a thread that no update blocks
         )(LearnerWorker)
-        for rank in range(settings.num_learners):
-            options = self._actor_options(rank) if self._actor_options is not None else {}
-            arguments = (self.config, rank, settings.num_learners, self._spare_cpus)
-            self._actors.append(actor_class.options(**options).remote(*arguments))
-        self._heartbeats = [
-            Heartbeat(actor.progress.options(concurrency_group=_HEALTH).remote, self._fault_tolerance.hang_timeout_s)
-            for actor in self._actors
-        ]
+        options = self._actor_options(rank) if self._actor_options is not None else {}
+        arguments = (self.config, rank, settings.num_learners, self._spare_cpus)
+        return [actor_class.options(**options).remote(*arguments)]
 
     @property
     def is_stopped(self) -> bool:
         """Whether no rank is left: ``stop`` was called, or a rank failed and was not restarted."""
-        return self._local is None and not self._actors
+        return self._local is None and not self.actors
 
     def build(self, learner_name: str, policy_dir: AnyFolder) -> None:
         """Build the learner of a stage on every rank: ``grpo``, ``ppo``, ``sft`` or ``my_module:MyLearner``."""
         policy_dir = _absolute(policy_dir)
         self._history = None  # ranks that restart in this call build this learner only
         self._call("build", learner_name, policy_dir)
-        for heartbeat in self._heartbeats:
-            heartbeat.forget_steps()
+        # the first call of another learner may take long again
+        self._clocks = [StepClock(clock.timeout_s) for clock in self._clocks]
         self._history = CallHistory(learner_name, policy_dir)
 
     def update(self, batch_refs: list[Any]) -> dict[str, float]:
@@ -178,9 +196,7 @@ class LearnerGroup:
 
         With actors the batches stay in the object store until a later state is saved; see ``begin_save``.
         """
-        if self._actors:
-            import ray
-
+        if self.actors:
             batch_refs = [ref if isinstance(ref, ray.ObjectRef) else ray.put(ref) for ref in batch_refs]
         metrics: dict[str, float] = self._call("update", batch_refs)[0]
         return metrics
@@ -198,7 +214,8 @@ class LearnerGroup:
         If a rank fails, the function is called again after the restart. A later restart loses its changes to a learner.
         ``is_blocking``: the function may keep Python's lock for a minute, in which a rank cannot answer.
         """
-        return self._call("apply_blocking" if is_blocking else "apply", function)
+        with self._fleet.patient(BLOCKED_S) if is_blocking else nullcontext():
+            return self._call("apply", function)
 
     def answer_probe(self, probe: Path) -> list[str]:
         """Return ``files.answer_probe`` of every rank; rank 0 replies. No learner has to be built."""
@@ -278,7 +295,7 @@ class LearnerGroup:
     def stop(self) -> None:
         """Kill the actors, or close the learner in the driver."""
         self._history = None
-        self._kill_actors()
+        self._fleet.stop()
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -296,19 +313,19 @@ class LearnerGroup:
             except _BrokenRankError as error:
                 failure = error
                 continue
-            if method in REPEATED_CALLS and self._actors and self._history is not None:  # else it ends with the driver
+            if method in REPEATED_CALLS and self.actors and self._history is not None:  # else it ends with the driver
                 self._history.add(method, *arguments)
             return results
 
     def _call_once(self, method: str, *arguments: Any, num_returns: int = 1) -> list[Any]:
         if self._local is not None:
             return [getattr(self._local, method)(*arguments)]
-        if not self._actors:
+        if self.is_stopped:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
-            calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+            calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
             return self._wait(calls, method)
-        results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self._actors]
+        results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self.actors]
         self._wait([first for first, *_ in results], method)
         return [last for *_, last in results]
 
@@ -324,7 +341,8 @@ class LearnerGroup:
         )
         started = time.monotonic()
         try:
-            self._start_actors()
+            self._fleet.restart()
+            self._let_meet()
             if history is not None:
                 self._call_once("build", history.learner_name, history.policy_dir)
                 if history.state is not None:
@@ -332,68 +350,79 @@ class LearnerGroup:
             for name, argument in calls:
                 self._call_once(name, argument)
         except KeyboardInterrupt:  # a state in between must not be saved
-            self._kill_actors()
+            self._fleet.fail("interrupted")
             raise
         logger.warning("learner group is back after %.0f s", time.monotonic() - started)
 
     def _wait(self, refs: list[Any], method: str) -> list[Any]:
-        """Wait for every rank. The first error kills all ranks: the others would wait forever in a collective.
-
-        So does a rank that hangs.
-        """
-        import ray
-
-        pending, is_update = list(refs), method == "update"
+        """Wait for every rank. The first error ends all ranks: the others would wait forever in a collective."""
+        pending, is_update, began = list(refs), method == "update", time.monotonic()
         results: dict[Any, Any] = {}
-        for heartbeat in self._heartbeats:
-            heartbeat.begin_work()
-        self._find_hung(method)  # asks for the first answer before the process is there
+        for clock in self._clocks:
+            clock.begin_work()
         while pending:
             done, pending = ray.wait(pending, timeout=WAIT_INTERVAL_S)
             if not done:
                 if is_update:
                     self.on_wait()
-                self._find_hung(method)
+                    self._find_stalled()
+                self._find_unborn(time.monotonic() - began)
                 continue
             try:
                 results[done[0]] = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                rank = refs.index(done[0])
-                if isinstance(error, ray.exceptions.ActorUnavailableError):
-                    self._heartbeats[rank].wait_for_verdict()
-                self._kill_actors()
-                _raise_cause(error, f"learner rank {rank} of {len(refs)}")
+            except RayError as error:
+                rank = self._fleet.members[refs.index(done[0])]
+                if isinstance(error, ActorUnavailableError):
+                    _wait_for_verdict(rank.actors[0])
+                hang = self._fleet.failure
+                self._fleet.fail(f"{rank.name} failed")
+                _raise_cause(error, rank.name, hang)
         if is_update:
-            for heartbeat in self._heartbeats:
-                heartbeat.end_work()
+            for clock in self._clocks:
+                clock.end_work()
         return [results[ref] for ref in refs]
 
-    def _find_hung(self, method: str) -> None:
-        for rank, heartbeat in enumerate(self._heartbeats):
-            if reason := heartbeat.look(is_working=method == "update", is_blocked=method in BLOCKING_CALLS):
-                name = f"learner rank {rank} of {len(self._heartbeats)}"
-                self._kill_actors()
-                raise _BrokenRankError(f"{name} hangs: {reason}")
+    def _find_stalled(self) -> None:
+        for rank, clock in zip(self._fleet.members, self._clocks, strict=True):
+            progress = rank.pulses[0].num_micro_batches if rank.is_up else None
+            if reason := clock.look(progress):
+                self._fleet.fail(f"{rank.name} hangs: {reason}")  # and so the calls
 
-    def _kill_actors(self) -> None:
-        """Kill every rank, also a rank that waits in a collective."""
-        if self._actors:
-            import ray
-
-            for actor in self._actors:
-                ray.kill(actor)
-            self._actors = []
-            self._heartbeats = []
+    def _find_unborn(self, waited_s: float) -> None:
+        for rank in self._fleet.members:
+            if waited_s > FIRST_ANSWER_S and not rank.is_up:
+                self._fleet.fail(f"{rank.name} has not answered in the {FIRST_ANSWER_S:g} s since it was started")
 
 
-def _raise_cause(error: ray.exceptions.RayError, rank: str) -> NoReturn:
-    """Raise what an error of Ray means that the call of a rank raised."""
-    import ray
+def _ask(actor: Any) -> Any:
+    return actor.progress.options(concurrency_group=_HEALTH).remote()
 
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+
+def _wait_for_verdict(actor: Any) -> None:
+    """Return once an actor answers or Ray says that it is dead.
+
+    Before, Ray may still believe that the node of the actor is there, and would place a new actor on it.
+    """
+    deadline_s = time.monotonic() + VERDICT_TIMEOUT_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            ray.get(_ask(actor), timeout=left_s)
+        except ActorUnavailableError:  # neither
+            time.sleep(_VERDICT_INTERVAL_S)
+        except RayError:
+            return
+        else:
+            return
+
+
+def _raise_cause(error: RayError, rank: str, hang: str) -> NoReturn:
+    """Raise what an error of Ray means that the call of a rank raised; ``hang`` is why all ranks were ended, if so."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RagR1Error) or is_no_room(cause):
         raise cause from None
-    if cause is error and isinstance(cause, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
+    if hang:
+        raise _BrokenRankError(hang) from error
+    if cause is error and isinstance(cause, RayActorError | OutOfMemoryError):
         raise _BrokenRankError(f"{rank} died: {last_line(error)}") from error
     if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
         raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
@@ -405,6 +434,7 @@ class LearnerWorker:
 
     def __init__(self, config: RunConfig, rank: int = 0, world_size: int = 1, spare_cpus: int = 0) -> None:
         """Store the rank; nothing heavy is imported yet. ``spare_cpus`` are used besides those that Ray reserves."""
+        show_life()
         self._config = config
         self._spare_cpus = spare_cpus
         self._rank = rank
@@ -423,7 +453,6 @@ class LearnerWorker:
         reserved = int(self._config.learners.num_cpus_per_learner)
         threads = self._config.debugging.num_threads or max(1, reserved + self._spare_cpus)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        import ray
         import torch
         from torch._C._distributed_c10d import TCPStore
 
@@ -483,28 +512,24 @@ class LearnerWorker:
 
     def update(self, batches: list[Any]) -> dict[str, float]:
         """Learn from all groups of record batches, or of references to them; no passage text is decoded."""
-        import ray
-
         found = [ray.get(batch) if isinstance(batch, ray.ObjectRef) else batch for batch in batches]
         groups = [group for batch in found for group in groups_from_record_batch(batch, decode_texts=False)]
         return self.learner.update(groups)
 
     def find_lost(self, batches: list[Any]) -> list[int]:
         """Return the positions of references to batches that no node has any more."""
-        import ray
-
         lost = []
         for index, batch in enumerate(batches):
             try:
                 if isinstance(batch, ray.ObjectRef):
                     ray.get(batch)
-            except (ray.exceptions.ObjectLostError, ray.exceptions.RayActorError):  # the second is its sampler's
+            except (ObjectLostError, RayActorError):  # the second is its sampler's
                 lost.append(index)
         return lost
 
-    def progress(self) -> int:
-        """Return the number of micro-batches so far; the group calls it in a separate thread while others work."""
-        return self._learner.num_micro_batches if self._learner is not None else 0
+    def progress(self) -> Progress:
+        """Return the number of micro-batches so far; called in a separate thread while others work."""
+        return Progress(Process.current(), self._learner.num_micro_batches if self._learner is not None else 0)
 
     def answer_probe(self, probe: Path) -> str:
         """Return ``files.answer_probe`` of this rank."""
@@ -513,8 +538,6 @@ class LearnerWorker:
     def apply(self, function: Callable[[Learner], T]) -> T:
         """Return ``function(learner)``."""
         return function(self.learner)
-
-    apply_blocking = apply
 
     def weights_apart(self) -> tuple[None, Arrays]:
         """Return the weights as the second of two results, so that the caller can wait for the first only."""

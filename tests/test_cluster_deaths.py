@@ -8,8 +8,7 @@ import pytest
 from processes import run_python
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from cluster.deaths import PROCESSES, death_line
-from cluster.rpc import last_line
+from cluster.deaths import PROCESSES, death_line, last_line
 from learners.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
@@ -54,7 +53,7 @@ def test_the_memory_monitor_is_named_with_the_largest_process(command: str, end:
     assert line.endswith(end) or line.endswith("... 14.6 GB")
     assert len(f"env runner 0 died ({line}); 1 of 2 go on") <= 200
     if "learner" in end:
-        assert len(f"learner rank 0 of 1 died: {line}; restart 1 of 3: 12 updates are repeated, and update") <= 200
+        assert len(f"learner rank 0 died: {line}; restart 1 of 3: 12 updates are repeated, and update") <= 200
 
 
 def unavailable(reason: str) -> ActorUnavailableError:
@@ -127,7 +126,7 @@ MONITORED = """
     os.environ["RAY_memory_usage_threshold"] = "0.0001"  # every node uses more: the monitor ends each actor
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     import ray
-    from cluster.rpc import last_line
+    from cluster.deaths import last_line
 
     class LearnerWorker:
         def wait(self):

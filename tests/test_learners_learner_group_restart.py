@@ -140,8 +140,8 @@ def test_a_rank_that_hangs_in_an_update_is_replaced(
         metrics = [update(group, number) for number in range(NUM_UPDATES)][-1]
     assert metrics["loss"] == pytest.approx(expected[1]["loss"], abs=1e-6)
     assert group.num_restarts >= 2  # on a busy machine a rank that starts may be taken for one that hangs
-    assert "of 2 hangs: it has not answered for" in caplog.text
-    assert "of 2 hangs: it has made no progress for" in caplog.text
+    assert "learner rank 1 hangs: it has not answered for" in caplog.text
+    assert "hangs: it has made no progress for" in caplog.text  # the other rank waits for it
     assert not (policy_dir / "fail_1").exists()
     group.stop()
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_stopped_while_it_loads_its_libraries_is_replaced(
     group = make_group(1, hang_timeout_s=15)
     thread.join()
     assert group.num_restarts >= 1
-    assert "learner rank 0 of 1 hangs: it has not answered for" in caplog.text
+    assert "learner rank 0 hangs: it has not answered for" in caplog.text
     group.build("grpo", policy_dir)
     assert update(group, 0)["num_steps"] > 0
     check_that_no_restart_mends(group, policy_dir, "mistake", FleetError)
@@ -191,7 +191,7 @@ def test_a_rank_killed_in_an_update_changes_nothing(
     assert_same_arrays(group.get_state(), expected[0])
     assert metrics == expected[1]
     assert group.num_restarts == 1
-    assert "learner rank 0 of 1 died" in caplog.text
+    assert "learner rank 0 died" in caplog.text
     assert "restart 1 of 2: 3 updates are repeated, and update" in caplog.text
     assert not (policy_dir / "fail_0").exists()
     check_that_no_restart_mends(group, policy_dir, "learner_error", LearnerError)
@@ -234,7 +234,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and get_state" in caplog.text
     os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
     with pytest.raises(
-        FleetError, match=r"learner rank . of 2 (died|failed): .*; continue from the last checkpoint with --resume"
+        FleetError, match=r"learner rank . (died|failed): .*; continue from the last checkpoint with --resume"
     ):
         group.get_weights()
     assert group.is_stopped

@@ -252,7 +252,7 @@ def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always
 ) -> None:
     """The second as one whose engine needs longer for a pass than a runner may be silent."""
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=10, num_env_runners=1), policy_dir, OnePassage())
-    actor_id = fleet.actors[0]._actor_id.hex()
+    actor_id = fleet.unplaced()[0]._actor_id.hex()
     assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
     stopped = state.actor_table(actor_id)["Pid"]
     os.kill(stopped, signal.SIGSTOP)

@@ -90,6 +90,7 @@ def make_sync(
 ) -> WeightSync:
     """A transport of many small parts."""
     sync = WeightSync(make_config({"num_learners": 2}, weight_transport=transport), learners, fleet)
+    fleet.on_wait = sync.catch_up  # as in a run
     sync.delivery = replace(sync.delivery, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
     return sync
 
@@ -324,7 +325,7 @@ class RunnersOfNothing:
 
     def wait_for_restarts(self) -> None: ...
 
-    def expect(self, version: int, fetch: Any) -> None: ...
+    def expect(self, version: int) -> None: ...
 
     def update_weights(self, weights: Any, version: int, receivers: Any = None) -> None: ...
 

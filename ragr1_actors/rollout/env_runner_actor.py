@@ -10,14 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
+from cluster.fleet import Process, Pulse
 from cluster.metrics import count, observe
 from cluster.watchdog import beating
 from ragr1_actors.core.config import SamplerConfig
@@ -34,20 +34,6 @@ T = TypeVar("T")
 
 _FIRST_BEAT_S = 2.0
 """A call of an engine that takes longer may keep the runner from answering; a shorter one writes no beat."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """The process that an actor is in: another one after a restart."""
-
-    node_id: str
-    """Ray's id of its node."""
-    pid: int
-
-    @classmethod
-    def current(cls) -> Self:
-        """Return that of the actor that calls."""
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 class EnvRunnerActor:
@@ -75,16 +61,11 @@ class EnvRunnerActor:
             _exit("it has no engine yet")
         return self._loaded
 
-    async def ping(self) -> Process:
-        """Return the actor's process if the engine is loaded and alive; else raise ``EngineDeadError``."""
-        await self._runner.engine.check()
-        return Process.current()
-
-    async def pulse(self) -> Process:
-        """Return the actor's process, with or without an engine; raise ``EngineDeadError`` if it has one that died."""
+    async def pulse(self) -> Pulse:
+        """Answer, with or without an engine; raise ``EngineDeadError`` if it has one that died."""
         if self._loaded is not None:
             await self._loaded.engine.check()
-        return Process.current()
+        return Pulse(Process.current())
 
     async def sample_group(self, request: GroupRequest) -> tuple[tuple[Process, GroupSummary], pa.RecordBatch]:
         """Sample a group; Ray stores the two results under two references."""

@@ -12,8 +12,6 @@ other is cancelled. Both sample with the same seeds.
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
-A ``Watchdog`` ends a runner that hangs, in its own thread: the driver may wait for weights, an evaluation or a learner.
-
 No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. Therefore
 every answer names the process that gave it; what another process than the one it was sent to has sampled is sampled
 again.
@@ -27,11 +25,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
-from queue import SimpleQueue
 from statistics import median
 from typing import Any, TypeVar
 
@@ -39,16 +35,16 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.autoscaler import FleetState
+from cluster.deaths import last_line
+from cluster.fleet import Fleet, Member, MemberId, MemberState, Pulse, wait_or_kill
 from cluster.placement import ActorOptions, anywhere
-from cluster.rpc import last_line, outcomes
-from cluster.watchdog import Finding, Watchdog, pings
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor, Process
-from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest, Runner
+from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
+from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.rollout.summary import summarize
 from retrieval.base import Retriever
@@ -58,16 +54,14 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Time limit of an engine to load."""
-PROBE_INTERVAL_S = 1.0
-"""Between two probes of a runner that is not healthy, and the longest wait for a group before the next probes."""
-PING_INTERVAL_S = 5.0
+WAIT_S = 1.0
+"""Longest wait for a group before the fleet is looked after again."""
+PULSE_INTERVAL_S = 5.0
 """Between two questions of the watchdog to a runner that answers."""
 _USUAL_GROUPS = 64
 """Groups that finished last, of which the median time is usual."""
 _HEDGE_AFTER_S = 5.0
 """No group is sampled twice before."""
-MAX_FAILED_LOADS = 3
-"""Consecutive failures of an engine to load beside learners after its actor was restarted; then the runner is lost."""
 MAX_HANGS = 3
 """Hangs in a row, without a finished group in between; then the runner is lost: its work takes longer than allowed."""
 RESTART_TIMEOUT_S = 300.0
@@ -106,19 +100,24 @@ class EnvRunnerGroup:
         self._fault_tolerance = config.debugging.fault_tolerance
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
-        self._runners: list[Runner] = []
-        self._findings: SimpleQueue[tuple[Runner, Finding]] = SimpleQueue()
-        self._watchdog = self._make_watchdog()
+        self._num_in_flight: Counter[int] = Counter()  # trajectories that a runner, by index, has not returned
+        self._admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
-        self._num_started = 0
         self._newest: Newest | None = None
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
-        self._last_loss = "none came back in time"
-        self.num_restarts = self.num_hangs = 0
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
+        self._fleet = Fleet[Pulse](
+            "env runner",
+            self._start,
+            lambda actor: actor.pulse.remote(),
+            self._fault_tolerance.hang_timeout_s,
+            interval_s=PULSE_INTERVAL_S,
+            max_hangs=MAX_HANGS,
+            owner_admits=True,
+        )
         if settings.num_env_runners == 0:
             self._local = EnvRunner.load(config, policy, retriever, version)
             self._loop = asyncio.new_event_loop()
@@ -131,39 +130,18 @@ class EnvRunnerGroup:
             "max_concurrency": 2 * self._max_in_flight,
         }
         self._actor_options, self._arguments = actor_options, (config, policy, retriever, version)
-        for _ in range(settings.num_env_runners):
-            self._start(is_healthy=True)  # all have the same weights: requests may wait at a runner that still loads
-        self._watchdog.start()
+        self._fleet.scale_to(settings.num_env_runners)
 
-    def _make_watchdog(self) -> Watchdog[Runner]:
-        return Watchdog(
-            lambda handle: handle.pulse.remote(),
-            lambda runner, finding: self._findings.put((runner, finding)),
-            self._fault_tolerance.hang_timeout_s,
-            interval_s=PING_INTERVAL_S,
-        )
-
-    def _start(self, *, is_healthy: bool) -> None:
-        index, self._num_started = self._num_started, self._num_started + 1
+    def _start(self, index: int) -> list[Any]:
         actor_class: Any = ray.remote(EnvRunnerActor)
         options = {**self._fixed_options, **self._actor_options(index)}
-        handle = actor_class.options(**options).remote(*self._arguments)
-        # one that is not healthy yet is probed at once
-        probed_at = time.monotonic() if is_healthy else -math.inf
-        self._runners.append(runner := Runner(index, handle, is_healthy, probed_at=probed_at))
-        self._watchdog.watch(runner, handle)
+        return [actor_class.options(**options).remote(*self._arguments)]
 
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
-        if not self._runners:
-            return
-        try:  # the watchdog ends one that hangs while it loads
-            processes = pings([runner.handle for runner in self._runners], START_TIMEOUT_S)
-        except RayError as error:
-            raise FleetError(f"an env runner did not start: {last_line(error)}") from error
-        self._take_findings()  # one that hung while it loaded has loaded again
-        for runner, process in zip(self._runners, processes, strict=True):
-            runner.is_healthy, runner.process, runner.died_at = True, process, None
+        if self._local is None:
+            self._fleet.wait_until_up(START_TIMEOUT_S)
+            self._admit()
 
     @property
     def num_unfinished(self) -> int:
@@ -178,23 +156,32 @@ class EnvRunnerGroup:
     @property
     def num_healthy(self) -> int:
         """Runners that take requests."""
-        return 1 if self._local is not None else sum(runner.takes_requests for runner in self._runners)
+        return 1 if self._local is not None else self._fleet.num(MemberState.READY)
+
+    @property
+    def num_restarts(self) -> int:
+        """Deaths of runners since the start."""
+        return self._fleet.num_restarts
+
+    @property
+    def num_hangs(self) -> int:
+        """Deaths by a hang."""
+        return self._fleet.num_hangs
 
     @property
     def num_starting(self) -> int:
         """Runners that load, after a restart or at their first start, or for which Ray has no room yet."""
-        return sum(not (r.is_healthy or r.is_lost or r.is_draining) for r in self._runners)
+        return self._fleet.num(MemberState.STARTING)
 
     def state(self) -> FleetState:
         """Return what the fleet's autoscaler reads; requests are trajectories."""
         self._account()
-        queued = sum(request.num_trajectories for request in self._pending)
         return FleetState(
             time.monotonic(),
             self.num_healthy,
             self.num_starting,
-            ongoing=float(sum(runner.num_in_flight for runner in self._runners)),
-            queued=float(queued),
+            ongoing=float(self._num_in_flight.total()),
+            queued=float(sum(request.num_trajectories for request in self._pending)),
             busy_s=self._busy_s,
             num_answered=float(self._num_sampled),
         )
@@ -205,30 +192,21 @@ class EnvRunnerGroup:
         Removes those first that are lost or still start, and then those with the least to do.
         """
         assert self._local is None and num_env_runners >= 1, num_env_runners
-        members = [runner for runner in self._runners if not runner.is_draining]
-        for _ in range(num_env_runners - len(members)):
-            self._start(is_healthy=False)
-        members.sort(key=lambda r: (not r.is_lost, r.is_healthy, r.num_in_flight, -r.index))
-        for runner in members[: max(0, len(members) - num_env_runners)]:
-            runner.is_draining = True
+        self._fleet.scale_to(num_env_runners, lambda runner: self._num_in_flight[runner.index])
         self._end_drained()
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the runners on these nodes of Ray drain, and return their number; ``scale_to`` replaces them."""
-        members = [runner for runner in self._runners if not runner.is_draining]
-        leaving = [r for r in members if r.process is not None and r.process.node_id in node_ids]
-        for runner in leaving:
-            runner.is_draining = True
-        return len(leaving)
+        return self._fleet.drain_nodes(node_ids)
 
     @property
     def actors(self) -> list[Any]:
-        """The actors of the healthy runners."""
-        return [runner.handle for runner in self._runners if runner.is_healthy]
+        """The actors of the runners that can be called."""
+        return [runner.actors[0] for runner in self._fleet.serving]
 
     def unplaced(self) -> list[Any]:
         """Return the actors of the runners that load or wait for room."""
-        return [r.handle for r in self._runners if not (r.is_healthy or r.is_lost or r.is_draining)]
+        return self._fleet.unplaced()
 
     def metrics(self) -> dict[str, float]:
         """Health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` those by a hang.
@@ -242,8 +220,8 @@ class EnvRunnerGroup:
             "num_restarts": float(self.num_restarts),
             "num_hangs": float(self.num_hangs),
             "num_hedged": float(self.num_hedged),
-            "num_lost": float(sum(runner.is_lost for runner in self._runners)),
-            "num_draining": float(sum(runner.is_draining for runner in self._runners)),
+            "num_lost": float(self._fleet.num(MemberState.LOST)),
+            "num_draining": float(self._fleet.num(MemberState.DRAINING)),
             "load": sum(load for load, _ in loads) / len(loads),
             "queue": sum(queue for _, queue in loads) / len(loads),
         }
@@ -252,7 +230,7 @@ class EnvRunnerGroup:
         """Return ``func(runner)`` of every healthy runner, from its process; ``FleetError`` if it raised or died."""
         if self._local is not None:
             return [func(self._local)]
-        calls: list[Any] = [runner.handle.apply.remote(func) for runner in self._runners if runner.is_healthy]
+        calls: list[Any] = [actor.apply.remote(func) for actor in self.actors]
         try:
             return list(ray.get(calls)) if calls else []  # the watchdog ends one that hangs, and so its call
         except RayError as error:
@@ -277,7 +255,7 @@ class EnvRunnerGroup:
             self._loads.append((float(sum(request.num_trajectories for request in self._pending)), 0))
             self.on_wait()
             return self._loop.run_until_complete(self._collect_local(self._local))
-        loads = [runner.num_in_flight for runner in self._runners if runner.takes_requests]
+        loads = [self._num_in_flight[runner.index] for runner in self._ready]
         self._loads.append((sum(loads) / max(1, len(loads)), len(self._pending)))
         deadline = time.monotonic() + RESTART_TIMEOUT_S
         while self.num_unfinished:
@@ -290,11 +268,12 @@ class EnvRunnerGroup:
                 return finished
             if self._in_flight:
                 deadline = time.monotonic() + RESTART_TIMEOUT_S
-                ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
-            elif time.monotonic() > deadline or all(runner.is_lost for runner in self._runners):
-                raise FleetError(f"none of {len(self._runners)} env runners is left; {self._last_loss}")
+                ray.wait(list(self._in_flight), timeout=WAIT_S)
+            elif time.monotonic() > deadline or all(runner.is_lost for runner in self._fleet.members):
+                why = self._fleet.failure or "none came back in time"
+                raise FleetError(f"none of {len(self._fleet.members)} env runners is left; {why}")
             else:
-                time.sleep(PROBE_INTERVAL_S / 10)
+                time.sleep(WAIT_S / 10)
         return []
 
     def finish_in_flight(self) -> None:
@@ -305,19 +284,16 @@ class EnvRunnerGroup:
                 self.poll()
                 self.on_wait()
                 if self._in_flight:
-                    ray.wait(list(self._in_flight), timeout=PROBE_INTERVAL_S)
+                    ray.wait(list(self._in_flight), timeout=WAIT_S)
         finally:
             self._is_held = False
 
-    def poll(self, *, learners_are_busy: bool = False) -> None:
-        """Do without waiting what ``collect`` does: note finished groups, give out requests, look after runners.
-
-        Weights that must be fetched from the learners first are not, while those are busy.
-        """
+    def poll(self) -> None:
+        """Do without waiting what ``collect`` does: note finished groups, give out requests, look after runners."""
         if self._local is not None:
             return
         self._account()
-        self._probe(can_fetch=not learners_are_busy)
+        self._admit()
         if self._in_flight:
             done, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
             try:
@@ -331,14 +307,13 @@ class EnvRunnerGroup:
     def _account(self) -> None:
         """Count the seconds since the last call for each runner that had work."""
         now = time.monotonic()
-        self._busy_s += (now - self._accounted_at) * sum(runner.num_in_flight > 0 for runner in self._runners)
+        self._busy_s += (now - self._accounted_at) * sum(number > 0 for number in self._num_in_flight.values())
         self._accounted_at = now
 
     def _end_drained(self) -> None:
-        for runner in [r for r in self._runners if r.is_draining and not r.num_in_flight]:
-            self._watchdog.forget(runner)
-            ray.kill(runner.handle, no_restart=True)
-            self._runners.remove(runner)
+        for runner in self._fleet.members:
+            if runner.is_draining and not self._num_in_flight[runner.index]:
+                self._fleet.end(runner)
 
     async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
         requests, self._pending = list(self._pending), deque()
@@ -352,19 +327,54 @@ class EnvRunnerGroup:
         return await asyncio.gather(*map(sample, requests))
 
     @property
+    def _ready(self) -> list[Member[Pulse]]:
+        return [runner for runner in self._fleet.members if runner.state is MemberState.READY]
+
+    @property
     def receivers(self) -> dict[str, Any]:
-        """Actors of the healthy runners, each in one of its lives: ``{"env runner 3, life 1": handle}``."""
-        return {runner.life: runner.handle for runner in self._runners if runner.is_healthy}
+        """Actors of the runners that can be called, each in one of its lives: ``{"env runner 3, life 1": handle}``."""
+        return {_life(runner): runner.actors[0] for runner in self._fleet.serving}
 
-    def expect(self, version: int, fetch: Callable[[], Any]) -> None:
-        """Note a version that a transport publishes; ``fetch`` returns its weights for runners that come back."""
-        self._newest = Newest(version, fetch)
-        self._forget_probes()
+    def expect(self, version: int) -> None:
+        """Note a version that a transport publishes; runners that come back wait for ``offer``."""
+        self._newest = Newest(version)
+        self._admissions.clear()  # they may carry older weights
 
-    def _forget_probes(self) -> None:
-        for runner in self._runners:
-            if not runner.is_healthy:
-                runner.probe = None  # it may carry older weights
+    @property
+    def needs_weights(self) -> bool:
+        """Whether a runner that came back waits for the weights of the version that ``expect`` named."""
+        is_expected = self._newest is not None and self._newest.weights is None
+        return is_expected and any(_waits(runner) for runner in self._fleet.members)
+
+    def offer(self, weights: Any) -> None:
+        """Give the runners that come back the weights of the newest version, or an ``ObjectRef`` of them."""
+        assert self._newest is not None
+        self._newest.weights = weights
+
+    def _admit(self) -> None:
+        """Use the runners that are up once they have the newest weights."""
+        newest = self._newest
+        for runner in self._fleet.members:
+            if not _waits(runner):
+                continue
+            if newest is None:
+                self._fleet.admit(runner.id)
+            elif runner.id in self._admissions:
+                self._read_admission(runner.id)
+            elif newest.weights is not None:
+                call = runner.actors[0].catch_up.remote(newest.weights, newest.version)
+                self._admissions[runner.id] = call
+
+    def _read_admission(self, runner_id: MemberId) -> None:
+        if not ray.wait([self._admissions[runner_id]], timeout=0)[0]:
+            return
+        try:
+            process = ray.get(self._admissions.pop(runner_id))
+        except RayError as error:
+            self._fleet.note_failure(runner_id, error)
+            return
+        self._fleet.note_process(runner_id, process)
+        self._fleet.admit(runner_id)
 
     def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
         """Publish a policy version, and keep it for runners that come back later.
@@ -376,52 +386,47 @@ class EnvRunnerGroup:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
             self._loop.run_until_complete(self._local.engine.update_weights(found, version))
             return
-        self._newest = Newest(version, lambda: weights, weights)
-        self._forget_probes()
+        self.expect(version)
+        self.offer(weights)
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
     @property
     def num_loading(self) -> int:
-        """Runners that load their engine, at the start or after a restart."""
-        return len(self._loading)
-
-    @property
-    def _loading(self) -> list[Runner]:
-        return [runner for runner in self._runners if runner.probe is not None]
+        """Runners that were called to catch up, and may load their engine."""
+        return len(self._admissions)
 
     def wait_for_restarts(self) -> None:
         """Wait for the runners that load their engine after a restart; one that takes too long is ended.
 
         Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
         """
-        loading = {runner.probe: runner for runner in self._loading}
-        for probe, _ in outcomes({probe: r.handle for probe, r in loading.items()}, START_TIMEOUT_S):
-            self._read_probe(loading[probe])
+        handles = {runner.id: runner.actors[0] for runner in self._fleet.members}
+        loading = {call: runner_id for runner_id, call in self._admissions.items() if runner_id in handles}
+        for call, _ in wait_or_kill({call: handles[one] for call, one in loading.items()}, START_TIMEOUT_S):
+            self._read_admission(loading[call])
 
     def call_engines(self, method: str, *arguments: Any, receivers: Collection[str] | None = None) -> None:
         """Call the engines of healthy runners, all or ``receivers``, by ``EnvRunnerActor.call_engine``, and wait.
 
         Runners that die during it, or hang, are restarted.
         """
-        chosen = [r for r in self._runners if r.is_healthy and (receivers is None or r.life in receivers)]
-        calls = {runner.handle.call_engine.remote(method, *arguments): runner for runner in chosen}
-        for call, error in outcomes({call: r.handle for call, r in calls.items()}, START_TIMEOUT_S):
+        chosen = [r for r in self._fleet.serving if receivers is None or _life(r) in receivers]
+        calls = {r.actors[0].call_engine.remote(method, *arguments): (r.name, r.id, r.actors[0]) for r in chosen}
+        for call, error in wait_or_kill({call: actor for call, (*_, actor) in calls.items()}, START_TIMEOUT_S):
+            name, runner_id, _ = calls[call]
             if isinstance(error, RayTaskError):
                 if isinstance(error.cause, RagR1Error):
                     raise error.cause from None
-                raise FleetError(f"{calls[call].name} failed in {method}: {last_line(error)}") from error
+                raise FleetError(f"{name} failed in {method}: {last_line(error)}") from error
             if error is not None:
-                self._mark_dead(calls[call], error)
+                self._fleet.note_failure(runner_id, error)
 
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""
         if self._local is not None:
             self._local.close(self._loop)
             self._local = None
-        self._watchdog.stop()
-        for runner in self._runners:
-            ray.kill(runner.handle, no_restart=True)
-        self._runners = []
+        self._fleet.stop()
         self._in_flight.clear()
         self._num_extra = 0
         self._pending.clear()
@@ -429,15 +434,16 @@ class EnvRunnerGroup:
 
     def _dispatch(self) -> None:
         while self._pending and not self._is_held:
-            free = [r for r in self._runners if r.takes_requests and r.num_in_flight < self._max_in_flight]
-            if not free:
+            runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
+            if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
                 return
-            self._send(self._pending.popleft(), min(free, key=lambda r: r.num_in_flight))
+            self._send(self._pending.popleft(), runner)
 
-    def _send(self, request: GroupRequest, runner: Runner) -> Flight:
-        summary, batch = runner.handle.sample_group.options(num_returns=2).remote(request)
-        runner.num_in_flight += request.num_trajectories
-        self._in_flight[summary] = flight = Flight(request, runner, summary, batch, runner.process)
+    def _send(self, request: GroupRequest, runner: Member[Pulse]) -> Flight:
+        runner_id, process = runner.id, runner.pulses[0].process
+        summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
+        self._num_in_flight[runner.index] += request.num_trajectories
+        self._in_flight[summary] = flight = Flight(request, runner, runner_id, process, summary, batch)
         return flight
 
     def _hedge(self) -> None:
@@ -453,7 +459,7 @@ class EnvRunnerGroup:
             usual_s, takes_s = median(took_s), now - flight.sent_at
             if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
                 continue
-            idle = next((r for r in self._runners if r.takes_requests and not r.num_in_flight), None)
+            idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
             if idle is None:
                 return
             twin = self._send(flight.request, idle)
@@ -469,7 +475,7 @@ class EnvRunnerGroup:
     def _finish(self, ref: Any) -> FinishedGroup | None:
         flight = self._in_flight.pop(ref)
         request, runner, twin = flight.request, flight.runner, flight.twin
-        runner.num_in_flight -= request.num_trajectories
+        self._num_in_flight[runner.index] -= request.num_trajectories
         if flight.is_abandoned:
             self._num_extra -= 1
             with contextlib.suppress(RayError):
@@ -479,15 +485,15 @@ class EnvRunnerGroup:
             process, summary = ray.get(ref)
         except RayActorError as error:
             self._sample_again(flight)
-            self._mark_dead(runner, error)
+            self._fleet.note_failure(flight.runner_id, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
-        if flight.process not in {None, process}:  # its weights may be those of the run's start
+        if flight.process != process:  # its weights may be those of the run's start
             self._sample_again(flight)
-            self._compare_process(runner, process)
+            self._fleet.note_process(flight.runner_id, process)
             return None
         if twin is not None:
             twin.is_abandoned, twin.twin = True, None
@@ -505,96 +511,11 @@ class EnvRunnerGroup:
             flight.twin.twin = None
             self._num_extra -= 1
 
-    def _compare_process(self, runner: Runner, process: Process) -> None:
-        """Note the process that a healthy runner answered from; another than before means that it died meanwhile."""
-        if runner.is_healthy and runner.process not in {None, process}:
-            self._note_death(runner, "died while no call of it was open, and has loaded again")
-        runner.process = process
 
-    def _note_death(self, runner: Runner, cause: str) -> None:
-        runner.is_healthy, runner.probe = False, None
-        runner.died_at = time.monotonic()
-        runner.num_deaths += 1
-        self.num_restarts += 1
-        logger.warning("%s %s; %d of %d go on", runner.name, cause, self.num_healthy, len(self._runners))
+def _life(runner: Member[Pulse]) -> str:
+    return f"{runner.name}, life {runner.life}"
 
-    def _mark_dead(self, runner: Runner, error: RayError) -> None:
-        self._take_findings()  # that it hung is the reason why its call failed
-        if runner.is_healthy:
-            self._note_death(runner, f"died ({last_line(error)})")
-        fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
-        if (fails_to_start or runner.num_failed_loads == MAX_FAILED_LOADS) and not runner.is_lost:
-            again = " again" if runner.num_deaths else ""
-            self._give_up(runner, f"{runner.name} did not start{again}: {last_line(error)}")
 
-    def _probe(self, *, can_fetch: bool) -> None:
-        """Use new runners and those that came back once they have the newest weights."""
-        self._take_findings()
-        now, newest = time.monotonic(), self._newest
-        for runner in self._runners:
-            if runner.is_lost or runner.is_healthy:
-                continue
-            if runner.probe is None and now - runner.probed_at > PROBE_INTERVAL_S:
-                if newest is None:
-                    runner.probe = runner.handle.ping.remote()
-                elif newest.weights is not None or can_fetch:
-                    if newest.weights is None:  # before the call: it may have to put the other engines to sleep
-                        newest.weights = newest.fetch()
-                    runner.probe = runner.handle.catch_up.remote(newest.weights, newest.version)
-                runner.probed_at = now
-            if runner.probe is not None:
-                self._read_probe(runner)
-
-    def _take_findings(self) -> None:
-        """Act on what the watchdog has found since the last call."""
-        while not self._findings.empty():
-            runner, finding = self._findings.get()
-            if runner not in self._runners or runner.is_lost:
-                continue
-            if finding.silent_s:
-                self._note_hang(runner, finding.silent_s)
-            elif finding.answer is not None:
-                self._compare_process(runner, finding.answer)
-            elif runner.is_healthy and finding.error is not None:  # else its probe tells
-                self._note_failed_call(runner, finding.error)
-
-    def _note_hang(self, runner: Runner, silent_s: float) -> None:
-        """Note that a runner was ended because it hung; its requests fail, and go to other runners."""
-        self.num_hangs += 1
-        runner.num_hangs += 1
-        self._note_death(runner, f"hangs: it has not answered for {silent_s:.0f} s")
-        if runner.num_hangs == MAX_HANGS:
-            ray.kill(runner.handle, no_restart=True)
-            self._give_up(
-                runner,
-                f"{runner.name} hung {MAX_HANGS} times without a group in between; if a pass of its engine takes "
-                f"longer than {self._fault_tolerance.hang_timeout_s:g} s, raise "
-                "debugging.fault_tolerance.hang_timeout_s",
-            )
-
-    def _give_up(self, runner: Runner, reason: str) -> None:
-        self._watchdog.forget(runner)
-        runner.is_lost, self._last_loss = True, reason
-        logger.warning("%s; %d of %d go on", reason, self.num_healthy, len(self._runners))
-
-    def _note_failed_call(self, runner: Runner, error: RayError) -> None:
-        """Note that a ping or probe failed: the runner is dead, or alive without an engine and then ended."""
-        if isinstance(error, RayTaskError):
-            runner.num_failed_loads += not runner.is_healthy
-            ray.kill(runner.handle, no_restart=runner.num_failed_loads == MAX_FAILED_LOADS)
-        self._mark_dead(runner, error)
-
-    def _read_probe(self, runner: Runner) -> None:
-        if not ray.wait([runner.probe], timeout=0)[0]:
-            return
-        probe, runner.probe = runner.probe, None
-        try:
-            process = ray.get(probe)
-        except RayError as error:  # dead, or still restarting: it is probed again
-            self._note_failed_call(runner, error)
-            return
-        runner.num_failed_loads = 0
-        runner.is_healthy, runner.process = True, process
-        if runner.died_at is not None:
-            logger.warning("%s is back after %.0f s", runner.name, time.monotonic() - runner.died_at)
-            runner.died_at = None
+def _waits(runner: Member[Pulse]) -> bool:
+    """Whether a runner is up and waits to be admitted."""
+    return runner.is_up and not runner.is_admitted and runner.state is MemberState.STARTING

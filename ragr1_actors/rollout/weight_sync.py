@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import ray
 
-from cluster.rpc import last_line, outcomes
+from cluster.deaths import last_line
+from cluster.fleet import wait_or_kill
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import one_line
 from ragr1_actors.core.weight_transport import PART_BYTES, TIMEOUT_S, choose_transport, in_parts
@@ -83,7 +84,7 @@ class Delivery:
     def wait(self) -> None:
         """Wait for what was called. A runner that does not answer in time hangs: it is killed, and Ray restarts it."""
         pending, self._pending = self._pending, {}
-        for call, error in outcomes({call: self.receivers[name] for call, name in pending.items()}, self.timeout_s):
+        for call, error in wait_or_kill({call: self.receivers[name] for call, name in pending.items()}, self.timeout_s):
             if error is not None:
                 self.missed[pending[call]] = last_line(error)
                 if self.backend == "nccl":  # the broadcast would wait for this runner
@@ -212,13 +213,13 @@ class WeightSync:
         self._is_direct = transport != "object_store"
         self._has_room = False
         if self.shares_devices:
-            env_runners.expect(0, self._fetch)
+            env_runners.expect(0)
 
     def publish(self, version: int) -> None:
         """Make ``version`` the policy that every runner samples with."""
         self.make_room()
         self.delivery = replace(self.delivery, version=version)
-        self._env_runners.expect(version, self._fetch)
+        self._env_runners.expect(version)
         self._deliver()
 
     def make_room(self) -> None:
@@ -259,7 +260,8 @@ class WeightSync:
             self._env_runners.call_engines("wake_up", "kv_cache")
             self._has_room = False
 
-    def _fetch(self) -> Any:
-        """Return the version published last, for a runner that comes back while the others work."""
-        with self.room():
-            return self._learners.weights_ref()
+    def catch_up(self) -> None:
+        """Give runners that came back the version published last, while the learners have nothing to do."""
+        if self._env_runners.needs_weights:
+            with self.room():
+                self._env_runners.offer(self._learners.weights_ref())

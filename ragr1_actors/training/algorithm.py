@@ -138,7 +138,7 @@ class Algorithm:
         self.fleets = FleetController(
             config, sampler, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
-        self._env_runners.on_wait = self.fleets.tick
+        self._env_runners.on_wait = self._while_sampling
         learners.on_wait = self._while_learning
 
     @classmethod
@@ -337,10 +337,15 @@ class Algorithm:
         if keeping is not None:
             keeping.result()
 
+    def _while_sampling(self) -> None:
+        """Look after the fleets while the learners have nothing to do."""
+        self._transport.catch_up()
+        self.fleets.tick()
+
     def _while_learning(self) -> None:
         """Look after the fleets while the learners work."""
         if not self._transport.shares_devices:  # else the runners sleep
-            self._env_runners.poll(learners_are_busy=True)
+            self._env_runners.poll()
         self.fleets.tick()
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:

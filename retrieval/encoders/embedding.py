@@ -32,8 +32,9 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from cluster.rpc import last_line
-from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog
+from cluster.deaths import last_line
+from cluster.fleet import Fleet, Member, Process, Pulse
+from cluster.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
 from ragr1_actors.core.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from retrieval.corpora.corpus import Corpus
@@ -188,8 +189,9 @@ class EmbeddingActor:
         self._encoder_name = encoder_name
         self._workers = workers
 
-    def pulse(self) -> None:
+    def pulse(self) -> Pulse:
         """Answer that the process runs."""
+        return Pulse(Process.current())
 
     def fill(self, number: int) -> None:
         """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node.
@@ -294,90 +296,57 @@ def _fill_with_actors(
     """
     import ray
 
-    waiting = deque(missing)
-    encoders = _Encoders(store, corpus_dir, encoder_name, workers)
-    actors = encoders.actors
-    busy: dict[Any, tuple[Any, int]] = {}
+    actor_class: Any = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
+        max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
+    )(EmbeddingActor)
+    fleet = Fleet[Pulse](
+        "encoder of the corpus",
+        lambda index: [actor_class.remote(store, corpus_dir, encoder_name, workers)],
+        lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(),
+        HANG_TIMEOUT_S,
+    )
+    waiting, num_actors = deque(missing), min(workers.num_actors, len(missing))
+    busy: dict[Any, tuple[Member[Pulse], int]] = {}
     num_deaths = 0
     try:
-        for _ in range(min(workers.num_actors, len(missing))):
-            encoders.start()
-        _wait_for_one(actors, workers)
-        free = actors * SHARDS_PER_ACTOR
+        fleet.scale_to(num_actors)
+        _wait_for_one(fleet, workers)
+        free = fleet.members * SHARDS_PER_ACTOR
         while waiting or busy:
             while waiting and free:
-                actor, number = free.pop(), waiting.popleft()
-                busy[actor.fill.remote(number)] = (actor, number)
+                member, number = free.pop(), waiting.popleft()
+                busy[member.actors[0].fill.remote(number)] = (member, number)
             (done,), _ = ray.wait(list(busy), num_returns=1)  # the watchdog ends one that hangs, and so its calls
-            actor, number = busy.pop(done)
+            member, number = busy.pop(done)
             try:
                 ray.get(done)
             except ray.exceptions.RayError as error:
                 waiting.appendleft(number)
-                if actor not in actors:  # its other shard failed before and it is replaced
+                if member not in fleet.members:  # its other shard failed before and it is replaced
                     continue
                 num_deaths += 1
                 _check_death(error, num_deaths)
-                encoders.end(actor)  # it may only be out of reach
-                encoders.start()
-                free = [other for other in free if other in actors] + SHARDS_PER_ACTOR * actors[-1:]
+                fleet.end(member)  # it may only be out of reach
+                fleet.scale_to(num_actors)
+                free = [other for other in free if other is not member] + SHARDS_PER_ACTOR * fleet.members[-1:]
             else:
                 num_deaths = 0
                 advance(len(store.rows(number)))
-                free.append(actor)
+                free.append(member)
     finally:  # also on Ctrl-C: a shard that is being written has no name yet
-        encoders.stop()
+        fleet.stop()
 
 
-class _Encoders:
-    """The actors that encode, and the watchdog that ends those that hang."""
-
-    def __init__(self, store: EmbeddingStore, corpus_dir: Path, encoder_name: str, workers: Workers) -> None:
-        import ray
-
-        self._actor_class: Any = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
-            max_restarts=0, max_concurrency=SHARDS_PER_ACTOR, concurrency_groups={_HEALTH: 1}, **workers.resources
-        )(EmbeddingActor)
-        self._arguments = store, corpus_dir, encoder_name, workers
-        self.actors: list[Any] = []
-        self._watchdog = Watchdog[Any](
-            lambda actor: actor.pulse.options(concurrency_group=_HEALTH).remote(), self._warn, HANG_TIMEOUT_S
-        ).start()
-
-    def start(self) -> None:
-        actor = self._actor_class.remote(*self._arguments)
-        self.actors.append(actor)
-        self._watchdog.watch(actor, actor)
-
-    def end(self, actor: Any) -> None:
-        import ray
-
-        self._watchdog.forget(actor)
-        self.actors.remove(actor)
-        ray.kill(actor, no_restart=True)
-
-    def stop(self) -> None:
-        self._watchdog.stop()
-        for actor in tuple(self.actors):
-            self.end(actor)
-
-    @staticmethod
-    def _warn(actor: Any, finding: Finding) -> None:
-        if finding.silent_s:
-            logger.warning("an actor that encodes hangs: no answer for %.0f s; another starts", finding.silent_s)
-
-
-def _wait_for_one(actors: list[Any], workers: Workers) -> None:
-    import ray
-
-    # Ray may have to add nodes for them first
-    started, _ = ray.wait([actor.__ray_ready__.remote() for actor in actors], num_returns=1, timeout=START_TIMEOUT_S)
-    if not started:
-        wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
-        raise FleetError(
-            f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give "
-            "the cluster more"
-        )
+def _wait_for_one(fleet: Fleet[Pulse], workers: Workers) -> None:
+    """Return once an actor is up: Ray may have to add nodes for them first."""
+    with fleet.changed:
+        if fleet.changed.wait_for(lambda: bool(fleet.serving), START_TIMEOUT_S):
+            return
+    wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
+    raise FleetError(
+        f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give the "
+        "cluster more"
+    )
 
 
 def _check_death(error: Exception, num_deaths: int) -> None:

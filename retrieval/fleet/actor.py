@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import ray
 from numpy.typing import NDArray
 
+from cluster.fleet import Process, Pulse
 from cluster.metrics import observe
 from cluster.rpc import RpcAddress, RpcServer, encode
 from cluster.watchdog import beating
@@ -83,19 +83,15 @@ def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_vers
 
 
 @dataclass(frozen=True, slots=True)
-class ActorLoad:
+class ActorLoad(Pulse):
     """The load of an actor since its process started."""
 
-    started: float
-    """``time.time()`` of the process; a restarted actor has another value."""
     up_s: float
     busy_s: float
     queries: int
     batches: int
     clients: Mapping[str, tuple[float, ClientLoad]]
     """The last report of each client that reports to this actor, and its age in seconds."""
-    node_id: str
-    """Ray's id of the node that this actor runs on: 56 hexadecimal digits."""
 
 
 class RpcActor(RpcServer):
@@ -107,7 +103,7 @@ class RpcActor(RpcServer):
     def __init__(self) -> None:
         """Start the thread that loads and answers; no client can connect before ``open``."""
         super().__init__()
-        self._started = time.time()
+        self._started = time.monotonic()
         self._num_queries = self._num_batches = 0
         self._busy_s = 0.0
         self._reports: dict[str, tuple[float, ClientLoad]] = {}
@@ -128,13 +124,12 @@ class RpcActor(RpcServer):
         """Return the load of this actor, and what its clients reported."""
         now = time.monotonic()
         return ActorLoad(
-            self._started,
-            time.time() - self._started,
+            Process.current(),
+            time.monotonic() - self._started,
             self._busy_s,
             self._num_queries,
             self._num_batches,
             {client: (now - at, report) for client, (at, report) in self._reports.copy().items()},
-            ray.get_runtime_context().get_node_id(),
         )
 
     def serve(self, *methods: Callable[..., Any]) -> None:

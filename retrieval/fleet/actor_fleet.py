@@ -1,4 +1,4 @@
-"""ActorFleet: actors of one kind whose number may change while they are used.
+"""ActorFleet: a fleet of actors that clients find by name, while their number changes.
 
 ::
 
@@ -7,20 +7,17 @@
         └─► list of names ─────┴────────────────┘   which clients read every ``REFRESH_S``
 
 The list is in Ray's key-value store. A member that is removed is taken off the list first, and ended ``LEAVE_S`` later,
-when no client uses it any more. A ``Watchdog`` asks every actor for its load in a thread of this process, and ends one
-that hangs: the owner of a fleet may serve requests, evaluate or train meanwhile.
+when no client uses it any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,14 +26,11 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from cluster.autoscaler import FleetState
+from cluster.fleet import Fleet, Member, MemberState, Process
 from cluster.placement import ActorOptions, anywhere
-from cluster.rpc import last_line
-from cluster.watchdog import HANG_TIMEOUT_S, Finding, Watchdog, pings
-from ragr1_actors.core.errors import FleetError
+from cluster.watchdog import HANG_TIMEOUT_S
 from retrieval.fleet.actor import ActorLoad, RpcActor
 from retrieval.fleet.batching import ClientLoad
-
-logger = logging.getLogger(__name__)
 
 REFRESH_S = 2.0
 """Between two looks of a client at the members of a fleet, while queries come."""
@@ -50,26 +44,8 @@ REPORT_EXPIRES_S = 5 * REFRESH_S
 """A client that has not reported for this long has no queries out."""
 
 
-@dataclass(slots=True, eq=False)
-class _Member:
-    """The actors of one replica."""
-
-    name: str
-    actors: dict[str, ActorHandle[Any]]
-    loads: dict[str, ActorLoad] = field(default_factory=dict)
-    """What each actor answered last, since it was last reached."""
-    died_at: dict[str, float] = field(default_factory=dict)
-    """When each actor that is not back yet was found dead, or ended."""
-    is_draining: bool = False
-    """Its node goes away: it serves until others take over."""
-
-    @property
-    def is_running(self) -> bool:
-        return len(self.loads) == len(self.actors)
-
-
 class ActorFleet:
-    """Members of one kind, each one actor or one for each shard of an index. Clients find them by name."""
+    """Members of one kind, each one actor or one for each shard of an index."""
 
     def __init__(
         self,
@@ -90,7 +66,7 @@ class ActorFleet:
             arguments: of the actors of a member, one tuple for each.
             num_cpus: of one actor, as ``num_gpus``.
             actor_options: where the first, second, ... actor that is started runs.
-            hang_timeout_s: an actor that has shown no life for so long is ended, and Ray starts it again.
+            hang_timeout_s: of ``Fleet``.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
@@ -106,21 +82,32 @@ class ActorFleet:
         self._actor_class: Any = with_options(actor_class)
         self._actor_options = actor_options
         self._arguments = arguments
-        self._members: list[_Member] = []
-        self._leaving: dict[str, tuple[threading.Timer, _Member]] = {}
-        self._num_started = 0
-        self._busy_s = self._num_answered = 0.0
-        self._lock = threading.RLock()
-        """Holds the members and what is known of them, which the watchdog's thread changes too."""
+        self._leaving: dict[int, threading.Timer] = {}
+        """The timers of the members that are off the list, by index."""
+        self._done: dict[Process, tuple[float, int]] = {}
+        """Seconds of work and answered queries of each process, as ``state`` last saw them."""
         self._hang_timeout_s = hang_timeout_s
-        self._watchdog = Watchdog[tuple[_Member, str]](_ask, self._note, hang_timeout_s).start()
-        self.num_hangs = 0
-        """Actors that were ended because they did not answer."""
+        self.fleet = Fleet[ActorLoad](kind, self._start, _ask, hang_timeout_s, on_change=self._publish)
+
+    def _start(self, index: int) -> list[ActorHandle[Any]]:
+        started = []
+        for number, arguments in enumerate(self._arguments):
+            options = self._actor_options(index * len(self._arguments) + number)
+            name = self._name(index, number)
+            started.append(self._actor_class.options(name=name, **options).remote(*arguments))
+        return started
+
+    def _name(self, index: int, number: int) -> str:
+        return f"{self.name}-{index}.{number}"
+
+    @property
+    def _listed(self) -> list[Member[ActorLoad]]:
+        return [member for member in self.fleet.members if member.index not in self._leaving]
 
     @property
     def handles(self) -> dict[str, ActorHandle[Any]]:
         """All actors by name: the fleet's, the number of the member, and that of the actor in it."""
-        return {name: handle for member in self._members for name, handle in member.actors.items()}
+        return {self._name(m.index, number): handle for m in self._listed for number, handle in enumerate(m.actors)}
 
     @property
     def actors(self) -> list[ActorHandle[Any]]:
@@ -129,78 +116,44 @@ class ActorFleet:
 
     def scale_to(self, num_members: int) -> None:
         """Start members, or end some while clients go on: first those that still start, then the newest."""
-        with self._lock:
-            members = [member for member in self._members if not member.is_draining]
-            for _ in range(num_members - len(members)):
-                self._members.append(self._start(self._num_started))
-                self._num_started += 1
-            members.reverse()
-            members.sort(key=lambda member: member.is_running)
-            self._remove(members[: max(0, len(members) - num_members)])
-
-    def _start(self, number: int) -> _Member:
-        name, num_actors = f"{self.name}-{number}", len(self._arguments)
-        started = {}
-        for index, arguments in enumerate(self._arguments):
-            options = {"name": f"{name}.{index}", **self._actor_options(number * num_actors + index)}
-            started[options["name"]] = self._actor_class.options(**options).remote(*arguments)
-        member = _Member(name, started)
-        for actor_name, handle in started.items():
-            self._watchdog.watch((member, actor_name), handle)
-        return member
+        with self.fleet.changed:
+            self._take_off(self.fleet.scale_to(num_members))
 
     def drain_nodes(self, node_ids: Collection[str]) -> int:
         """Let the members with an actor on these nodes of Ray leave, once ``scale_to`` has replaced them.
 
         Returns their number.
         """
-        with self._lock:
-            leaving = [m for m in self._members if any(load.node_id in node_ids for load in m.loads.values())]
-            new = [member for member in leaving if not member.is_draining]
-            for member in new:
-                member.is_draining = True
-        return len(new)
+        return self.fleet.drain_nodes(node_ids)
 
-    def _remove(self, leaving: Sequence[_Member]) -> None:
-        self._members = [member for member in self._members if member not in leaving]
-        self._publish()
+    def _take_off(self, leaving: Sequence[Member[ActorLoad]]) -> None:
         for member in leaving:
             timer = threading.Timer(LEAVE_S, self._end, [member])
             timer.daemon = True
-            self._leaving[member.name] = timer, member
+            self._leaving[member.index] = timer
             timer.start()
+        self._publish()
 
-    def _end(self, member: _Member) -> None:
+    def _end(self, member: Member[ActorLoad]) -> None:
         """End the actors of a member that no client uses any more, after the calls that they have."""
-        with self._lock:
-            if self._leaving.pop(member.name, None) is None:  # the fleet was stopped
-                return
-        for name in member.actors:
-            self._watchdog.forget((member, name))
+        if member.index not in self._leaving:  # the fleet was stopped
+            return
         with contextlib.suppress(RayError):
-            drained: list[Any] = [handle.drain.remote() for handle in member.actors.values()]
+            drained: list[Any] = [actor.drain.remote() for actor in member.actors]
             ray.wait(drained, num_returns=len(drained), timeout=self._hang_timeout_s)
-            for handle in member.actors.values():
-                ray.kill(handle, no_restart=True)
+            self.fleet.end(member)
 
     def _publish(self) -> None:
-        found = {name: member.is_running for member in self._members for name in member.actors}
-        _internal_kv_put(self.name, json.dumps(found), namespace=_NAMESPACE)
+        names = {self._name(m.index, n): m.is_serving for m in self._listed for n in range(len(m.actors))}
+        _internal_kv_put(self.name, json.dumps(names), namespace=_NAMESPACE)
 
     def unplaced(self) -> list[Any]:
         """Return the actors that load or wait for room."""
-        return [actor for member in self._members for name, actor in member.actors.items() if name not in member.loads]
+        return self.fleet.unplaced()
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once every actor has answered a ping.
-
-        Raises:
-            FleetError: an actor did not start.
-        """
-        try:  # the watchdog ends one that hangs while it loads
-            pings(self.actors, timeout_s)
-        except RayError as error:
-            raise FleetError(f"a {self.kind} did not start: {last_line(error)}") from error
+        """Return once every actor has loaded; ``FleetError`` if one did not start."""
+        self.fleet.wait_until_up(timeout_s)
 
     def loads(self) -> dict[str, ActorLoad]:
         """Return the load of each actor that answers within 5 seconds, by name."""
@@ -214,65 +167,30 @@ class ActorFleet:
 
     def state(self) -> FleetState:
         """Return what the fleet's autoscaler reads, as the actors answered lately. Requests are queries."""
-        with self._lock:
-            return self._state()
-
-    def _state(self) -> FleetState:
-        draining = [member for member in self._members if member.is_draining]
-        members = [member for member in self._members if not member.is_draining]
-        num_running = sum(member.is_running for member in members)
-        if draining and num_running == len(members) > 0:
-            self._remove(draining)
-        reports = client_reports(load for member in self._members for load in member.loads.values())
-        searching = [report for age_s, report in reports if age_s < REPORT_EXPIRES_S]
+        with self.fleet.changed:
+            draining = [member for member in self._listed if member.is_draining]
+            num_ready, num_starting = self.fleet.num(MemberState.READY), self.fleet.num(MemberState.STARTING)
+            if draining and num_ready and not num_starting:
+                self._take_off(draining)
+            loads = [load for member in self.fleet.members for load in member.pulses.values()]
+        self._done |= {load.process: (load.busy_s, load.queries) for load in loads}
+        searching = [report for age_s, report in client_reports(loads) if age_s < REPORT_EXPIRES_S]
         return FleetState(
             time.monotonic(),
-            num_running,
-            len(members) - num_running,
+            num_ready,
+            num_starting,
             ongoing=float(sum(report.outstanding for report in searching)),
             queued=float(sum(report.waiting for report in searching)),
-            busy_s=self._busy_s / len(self._arguments),
-            num_answered=self._num_answered / len(self._arguments),
+            busy_s=sum(busy_s for busy_s, _ in self._done.values()) / len(self._arguments),
+            num_answered=sum(number for _, number in self._done.values()) / len(self._arguments),
         )
-
-    def _note(self, key: tuple[_Member, str], finding: Finding) -> None:
-        """Keep what the watchdog has found, in its thread."""
-        member, name = key
-        with self._lock:
-            num_running = sum(member.is_running for member in self._members)
-            before = member.loads.pop(name, None)
-            if finding.silent_s:
-                self.num_hangs += 1
-                member.died_at.setdefault(name, time.monotonic())
-                logger.warning("%s %s hangs: it has not answered for %.0f s", self.kind, name, finding.silent_s)
-            elif finding.error is not None:  # it restarts
-                if before is not None:
-                    member.died_at[name] = time.monotonic()
-                    logger.warning("%s %s died (%s)", self.kind, name, last_line(finding.error))
-            else:
-                self._note_load(member, name, before, finding.answer)
-            if num_running != sum(member.is_running for member in self._members):
-                self._publish()
-
-    def _note_load(self, member: _Member, name: str, before: ActorLoad | None, load: ActorLoad) -> None:
-        member.loads[name] = load
-        if name in member.died_at:
-            logger.warning("%s %s is back after %.0f s", self.kind, name, time.monotonic() - member.died_at.pop(name))
-        is_same = before is not None and before.started == load.started
-        self._busy_s += load.busy_s - (before.busy_s if before and is_same else 0.0)
-        self._num_answered += load.queries - (before.queries if before and is_same else 0)
 
     def stop(self) -> None:
         """End all actors, without a restart. Their calls fail."""
-        self._watchdog.stop()
-        with self._lock:
-            leaving, self._leaving = self._leaving, {}
-            for timer, member in leaving.values():
-                timer.cancel()
-                self._members.append(member)
-            for handle in self.handles.values():
-                ray.kill(handle, no_restart=True)
-            self._members = []
+        leaving, self._leaving = self._leaving, {}
+        for timer in leaving.values():
+            timer.cancel()
+        self.fleet.stop()
         _internal_kv_del(self.name, namespace=_NAMESPACE)
 
 
@@ -295,6 +213,6 @@ def find_actors(fleet_name: str, *, only_running: bool = False) -> list[str]:
     ``only_running`` leaves out those that still load, unless all do.
     """
     value = _internal_kv_get(fleet_name, namespace=_NAMESPACE)
-    found: dict[str, bool] = json.loads(value) if value else {}
+    found: Mapping[str, bool] = json.loads(value) if value else {}
     running = [name for name, is_running in found.items() if is_running]
     return sorted(running if only_running and running else found)

@@ -64,9 +64,6 @@ class RetrieverGroup:
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
         self._fleets: list[ActorFleet] = []
         """The retrievers, and the encoders behind them, if they are actors."""
-        self._incarnations: dict[str, float] = {}
-        """When the process of each actor started, as ``metrics`` last saw it."""
-        self._num_restarts = {"retriever": 0, "encoder": 0}
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
             self._options["run"] = _recorded(str(self._options["run"]), share)
@@ -103,7 +100,6 @@ class RetrieverGroup:
         try:
             for fleet in self._fleets:
                 fleet.wait_until_ready(START_TIMEOUT_S)
-            self.metrics()  # keeps when each actor started, to count restarts
         except BaseException:
             self.stop()
             raise
@@ -144,19 +140,14 @@ class RetrieverGroup:
     def metrics(self) -> dict[str, float]:
         """Return the health and load of the fleets, named as in docs/metrics.md; ``{}`` without a fleet.
 
-        Waits up to 5 seconds for lost actors. Restarts are counted as far as calls of this method saw them. Clients
-        report every ``actor_fleet.REFRESH_S`` while they search.
+        Waits up to 5 seconds for lost actors. Clients report every ``actor_fleet.REFRESH_S`` while they search.
         """
         metrics: dict[str, float] = {}
         reports: list[tuple[float, ClientLoad]] = []
         for fleet in self._fleets:
             loads = fleet.loads()
-            for name, load in loads.items():
-                started = self._incarnations.setdefault(name, load.started)
-                self._num_restarts[fleet.kind] += started != load.started
-                self._incarnations[name] = load.started
             reports = reports or client_reports(loads.values())
-            metrics |= _fleet_metrics(fleet, list(loads.values()), self._num_restarts[fleet.kind])
+            metrics |= _fleet_metrics(fleet, list(loads.values()))
         return metrics | _client_metrics(reports) if metrics else {}
 
     def stop(self) -> None:
@@ -280,14 +271,14 @@ def _device(num_gpus: float) -> str:
     return "cuda" if num_gpus else "cpu"
 
 
-def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad], num_restarts: int) -> dict[str, float]:
+def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad]) -> dict[str, float]:
     num_queries, num_batches = sum(load.queries for load in loads), sum(load.batches for load in loads)
     busy_s, up_s = sum(load.busy_s for load in loads), sum(load.up_s for load in loads)
     found = {
         "actors": len(loads),
         "lost": len(fleet.handles) - len(loads),
-        "restarts": num_restarts,
-        "hangs": fleet.num_hangs,
+        "restarts": fleet.fleet.num_restarts,
+        "hangs": fleet.fleet.num_hangs,
         "queries": num_queries,
         "batch": num_queries / num_batches if num_batches else 0.0,
         "busy": busy_s / up_s if up_s else 0.0,

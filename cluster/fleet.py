@@ -1,0 +1,433 @@
+"""Fleet: the one supervisor of actors that die, hang, are added and are removed.
+
+Env runners, retrievers, encoders, learner ranks and the actors that embed a corpus are each a fleet::
+
+    scale_to ──► starting ──all its actors answer──► ready ──scale_to, drain_nodes──► draining ──end──► gone
+                    ▲       (and the owner admits)     │
+                    ├──── Ray starts it again ◄────────┤ it died or hangs: its next life
+                    └──────────────► lost ◄────────────┘ it cannot start, or hung too often
+
+A member is one actor, or several that only work together, such as those of the shards of an index. A ``Watchdog`` asks
+every actor for its ``Pulse`` in a thread: a fleet is looked after while its owner trains, evaluates or serves requests.
+In a gang, as learner ranks are, one that hangs ends all, and ``restart`` starts all in their next life.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Generic, Self, TypeVar
+
+import ray
+from ray._private.state import state as ray_state  # no public function says how often an actor was restarted
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cluster.deaths import last_line
+from cluster.watchdog import LOOK_S, Finding, Watchdog
+from ragr1_actors.core.errors import FleetError
+
+logger = logging.getLogger(__name__)
+
+MAX_DEATHS = 3
+"""An actor that dies as often while it loads will not load."""
+MAX_FAILED_LOADS = 3
+"""Consecutive times that an actor was up and could not do its work; then its member is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The process that an actor is in: another one after a restart."""
+
+    node_id: str
+    """Ray's id of its node: 56 hexadecimal digits."""
+    pid: int
+
+    @classmethod
+    def current(cls) -> Self:
+        """Return that of the actor that calls."""
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """What an actor answers to the watchdog; a kind of actor may tell more than its process."""
+
+    process: Process
+
+
+P = TypeVar("P", bound=Pulse)
+
+
+class MemberState(StrEnum):
+    """Where a member is in its life."""
+
+    STARTING = "starting"
+    """It waits for room, loads, or waits for its owner to admit it; also after a death."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It gets no new work, and is ended by its owner."""
+    LOST = "lost"
+    """It cannot start again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberId:
+    """A member in one of its lives, of which each death begins another."""
+
+    index: int
+    life: int
+
+
+@dataclass(slots=True, eq=False)
+class Member(Generic[P]):
+    """One member of a fleet, as the fleet sees it."""
+
+    name: str
+    """``env runner 3``."""
+    index: int
+    actors: Sequence[Any]
+    life: int = 1
+    pulses: dict[int, P] = field(default_factory=dict)
+    """The newest pulse of each actor that is up, by its place in ``actors``."""
+    is_admitted: bool = False
+    """Whether its owner lets it work in this life."""
+    is_draining: bool = False
+    is_lost: bool = False
+    died_at: float | None = None
+    """None if it is ready, or never was."""
+    num_failed_loads: int = 0
+    num_hangs: int = 0
+    """In a row: its owner sets it to 0 when the member has finished work."""
+
+    @property
+    def id(self) -> MemberId:
+        """Its index and life."""
+        return MemberId(self.index, self.life)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all its actors have answered in this life."""
+        return len(self.pulses) == len(self.actors)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether its actors can be called; one that drains goes on with the work that it has."""
+        return self.is_admitted and self.is_up and not self.is_lost
+
+    @property
+    def state(self) -> MemberState:
+        """Its state."""
+        if self.is_lost:
+            return MemberState.LOST
+        if self.is_draining:
+            return MemberState.DRAINING
+        return MemberState.READY if self.is_serving else MemberState.STARTING
+
+
+class Fleet(Generic[P]):
+    """Members of one kind, each with an index that no other member has had."""
+
+    def __init__(
+        self,
+        kind: str,
+        start: Callable[[int], Sequence[Any]],
+        ask: Callable[[Any], Any],
+        hang_timeout_s: float,
+        *,
+        interval_s: float = LOOK_S,
+        max_hangs: int | None = None,
+        is_gang: bool = False,
+        owner_admits: bool = False,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Hold no member yet.
+
+        Args:
+            kind: for names and messages: ``env runner``.
+            start: starts the actors of the member with an index, and returns their handles.
+            ask: calls a method of an actor that its work does not block, and returns the reference of its ``Pulse``.
+            hang_timeout_s: an actor that shows no life for so long is ended.
+            interval_s: between two pulses of an actor.
+            max_hangs: a member that hung as often in a row is lost; None is never.
+            is_gang: one that hangs ends all, and one that dies is the owner's to note, who waits for all: ``fail``.
+            owner_admits: a member that is up waits for ``admit`` in each life; else it is ready at once.
+            on_change: called when a member has begun or ceased to serve, perhaps in the watchdog's thread.
+        """
+        self.kind = kind
+        self.members: list[Member[P]] = []
+        """All but those that were ended; the list is replaced, not changed."""
+        self.num_restarts = self.num_hangs = 0
+        """Deaths and hangs since the fleet began. A hang is a death, too."""
+        self.failure = ""
+        """Why a gang was ended, or the last member was lost."""
+        self._start, self._hang_timeout_s, self._max_hangs = start, hang_timeout_s, max_hangs
+        self._is_gang, self._owner_admits, self._on_change = is_gang, owner_admits, on_change
+        self._num_started = 0
+        self.changed = threading.Condition(threading.RLock())
+        """Held while members change; waited for by those that need a change."""
+        self._watchdog = Watchdog[tuple[Member[P], int]](ask, self.note, hang_timeout_s, interval_s=interval_s)
+
+    # -- size ----------------------------------------------------------------------------------------------------
+
+    def scale_to(self, num_members: int, load: Callable[[Member[P]], float] = lambda member: 0.0) -> list[Member[P]]:
+        """Start members, or let some drain, and return the latter; one that drains is not counted.
+
+        Those that are lost or start drain first, then those with the least ``load``, and of these the newest.
+        """
+        with self.changed:
+            members = [member for member in self.members if not member.is_draining]
+            for _ in range(num_members - len(members)):
+                index, self._num_started = self._num_started, self._num_started + 1
+                self._watch(Member(f"{self.kind} {index}", index, self._start(index)))
+            members.sort(key=lambda m: (not m.is_lost, m.is_serving, load(m), -m.index))
+            leaving = members[: max(0, len(members) - num_members)]
+            for member in leaving:
+                member.is_draining = True
+            return leaving
+
+    def _watch(self, member: Member[P]) -> None:
+        self.members = [*self.members, member]
+        self._watchdog.start()
+        for number, actor in enumerate(member.actors):
+            self._watchdog.watch((member, number), actor)
+
+    def drain_nodes(self, node_ids: Collection[str]) -> int:
+        """Let the members with an actor on these nodes of Ray drain, and return their number.
+
+        The next ``scale_to`` replaces them.
+        """
+        with self.changed:
+            members = [member for member in self.members if not member.is_draining]
+            leaving = [m for m in members if any(pulse.process.node_id in node_ids for pulse in m.pulses.values())]
+            for member in leaving:
+                member.is_draining = True
+            return len(leaving)
+
+    def end(self, member: Member[P]) -> None:
+        """End a member's actors, without a restart. Their calls fail."""
+        with self.changed:
+            self.members = [other for other in self.members if other is not member]
+            self._forget(member)
+        for actor in member.actors:
+            ray.kill(actor, no_restart=True)
+
+    def _forget(self, member: Member[P]) -> None:
+        for number in range(len(member.actors)):
+            self._watchdog.forget((member, number))
+
+    def restart(self) -> None:
+        """End what is left of a gang, and start all its members, each in its next life."""
+        before = self.members
+        self.end_all()
+        with self.changed:
+            self.failure = ""
+            for member in before:
+                self._watch(Member(member.name, member.index, self._start(member.index), life=member.life + 1))
+
+    def end_all(self) -> None:
+        """End all members."""
+        for member in self.members:
+            self.end(member)
+
+    def stop(self) -> None:
+        """End all members, and watch no more."""
+        self._watchdog.stop()
+        self.end_all()
+
+    # -- what it is like -----------------------------------------------------------------------------------------
+
+    def num(self, state: MemberState) -> int:
+        """Return the number of members in a state."""
+        return sum(member.state is state for member in self.members)
+
+    @property
+    def serving(self) -> list[Member[P]]:
+        """The members whose actors can be called."""
+        return [member for member in self.members if member.is_serving]
+
+    def unplaced(self) -> list[Any]:
+        """Return the actors of members that start which have not answered: they load or wait for room."""
+        starting = [member for member in self.members if member.state is MemberState.STARTING]
+        return [a for member in starting for number, a in enumerate(member.actors) if number not in member.pulses]
+
+    def wait_until_up(self, timeout_s: float) -> None:
+        """Return once all actors have answered; the watchdog ends one that hangs, and Ray starts it again.
+
+        Raises:
+            FleetError: a member cannot start, has died ``MAX_DEATHS`` times, or has not answered in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            while waiting := [member for member in self.members if member.is_lost or not member.is_up]:
+                if self.failure:
+                    raise FleetError(self.failure)
+                if time.monotonic() > deadline:
+                    raise FleetError(
+                        f"{len(waiting)} of {len(self.members)} {self.kind}s did not start in {timeout_s:g} s"
+                    )
+                for actor in self.unplaced():
+                    if (num_deaths := _num_deaths(actor)) >= MAX_DEATHS:
+                        raise FleetError(f"{_a(self.kind)} did not start: it died {num_deaths} times while it loaded")
+                self.changed.wait(LOOK_S)
+
+    def patient(self, silence_s: float) -> AbstractContextManager[None]:
+        """Allow its actors a longer silence for a while."""
+        return self._watchdog.patient(silence_s)
+
+    # -- lives ---------------------------------------------------------------------------------------------------
+
+    def admit(self, member_id: MemberId) -> None:
+        """Let a member work that is up, unless it has died meanwhile."""
+        with self.changed:
+            member = self._find(member_id)
+            if member is not None and member.is_up:
+                self._admit(member)
+                self._tell_change()
+
+    def note_failure(self, member_id: MemberId, error: RayError) -> None:
+        """Note that a call of a member failed: it is dead, or up and broken, and then ended."""
+        with self.changed:
+            if (member := self._find(member_id)) is not None:
+                self._note_error(member, 0, error)
+                self._tell_change()
+
+    def note_process(self, member_id: MemberId, process: Process) -> None:
+        """Note the process that a member has answered from; another than before means that it died meanwhile."""
+        with self.changed:
+            member = self._find(member_id)
+            if member is not None and 0 in member.pulses and member.pulses[0].process != process:
+                self._note_death(member, 0, "died while no call of it was open, and has loaded again")
+                self._tell_change()
+
+    def _find(self, member_id: MemberId) -> Member[P] | None:
+        return next((member for member in self.members if member.id == member_id and not member.is_lost), None)
+
+    def _tell_change(self) -> None:
+        self._on_change()
+        self.changed.notify_all()
+
+    def note(self, key: tuple[Member[P], int], finding: Finding) -> None:
+        """Act on what the watchdog has found, in its thread."""
+        member, number = key
+        with self.changed:
+            if member not in self.members or member.is_lost:
+                return
+            before = member.is_serving
+            if finding.silent_s:
+                self._note_hang(member, number, finding.silent_s)
+            elif finding.error is not None:
+                self._note_error(member, number, finding.error)
+            else:
+                self._note_pulse(member, number, finding.answer)
+            if before != member.is_serving:
+                self._on_change()
+            self.changed.notify_all()
+
+    def _note_pulse(self, member: Member[P], number: int, pulse: P) -> None:
+        before = member.pulses.get(number)
+        if before is not None and before.process != pulse.process:
+            self._note_death(member, number, "died while no call of it was open, and has loaded again")
+        member.pulses[number] = pulse
+        if member.is_up and not member.is_admitted and not self._owner_admits:
+            self._admit(member)
+
+    def _admit(self, member: Member[P]) -> None:
+        member.is_admitted, member.num_failed_loads = True, 0
+        if member.died_at is not None:
+            logger.warning("%s is back after %.0f s", member.name, time.monotonic() - member.died_at)
+            member.died_at = None
+
+    def _note_hang(self, member: Member[P], number: int, silent_s: float) -> None:
+        self.num_hangs += 1
+        member.num_hangs += 1
+        self._note_death(member, number, f"hangs: it has not answered for {silent_s:.0f} s")
+        if member.num_hangs == self._max_hangs:
+            self._lose(
+                member,
+                f"{member.name} hung {member.num_hangs} times without finished work in between; if a step of it takes "
+                f"longer than {self._hang_timeout_s:g} s, raise debugging.fault_tolerance.hang_timeout_s",
+            )
+
+    def _note_error(self, member: Member[P], number: int, error: RayError) -> None:
+        if self._is_gang:  # the owner's call fails, too, and knows more
+            return
+        if isinstance(error, RayTaskError):  # the process is there, and cannot do its work
+            member.num_failed_loads += not member.is_admitted
+            if member.num_failed_loads < MAX_FAILED_LOADS:
+                ray.kill(member.actors[number], no_restart=False)
+        if number in member.pulses:
+            self._note_death(member, number, f"died ({last_line(error)})")
+        fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
+        if fails_to_start or member.num_failed_loads == MAX_FAILED_LOADS:
+            again = " again" if member.life > 1 else ""
+            self._lose(member, f"{member.name} did not start{again}: {last_line(error)}")
+
+    def _note_death(self, member: Member[P], number: int, cause: str) -> None:
+        member.pulses.pop(number, None)
+        if self._is_gang:
+            self.fail(f"{member.name} {cause}")
+            return
+        member.is_admitted = False
+        member.life += 1
+        member.died_at = member.died_at or time.monotonic()
+        self.num_restarts += 1
+        self._warn(f"{member.name} {cause}")
+
+    def fail(self, reason: str) -> None:
+        """End a gang, for the reason that ``failure`` says from now on; ``restart`` starts it again."""
+        with self.changed:
+            self.failure = self.failure or reason
+            for member in self.members:
+                member.is_lost = True
+                self._forget(member)
+                for actor in member.actors:
+                    ray.kill(actor, no_restart=True)
+            self.changed.notify_all()
+
+    def _lose(self, member: Member[P], reason: str) -> None:
+        self._warn(reason)
+        self._forget(member)
+        member.is_lost, self.failure = True, reason
+        for actor in member.actors:
+            ray.kill(actor, no_restart=True)
+
+    def _warn(self, what: str) -> None:
+        num_ready, num = self.num(MemberState.READY), len(self.members)
+        logger.warning("%s; %d of %d go on", what, num_ready, num)
+
+
+def wait_or_kill(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Iterator[tuple[Any, RayError | None]]:
+    """Yield each call as it ends, with its error, given calls with their actors.
+
+    An actor none of whose calls ends within ``timeout_s`` hangs: it is killed, and Ray restarts it.
+    """
+    left = dict(calls)
+    while left:
+        done, hanging = ray.wait(list(left), timeout=timeout_s)
+        for call in done or hanging:
+            handle = left.pop(call)
+            error: RayError | None = None
+            if not done:
+                ray.kill(handle, no_restart=False)
+                error = GetTimeoutError(f"no answer in {timeout_s:g} s")
+            else:
+                try:
+                    ray.get(call)
+                except RayError as raised:
+                    error = raised
+            yield call, error
+
+
+def _num_deaths(actor: Any) -> int:
+    return int(ray_state.actor_table(actor._actor_id.hex()).get("NumRestarts", 0))
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

@@ -1,0 +1,59 @@
+"""StepClock: tells a learner rank that waits for ever inside a call from one that works on something long.
+
+A rank that is stopped, swapped out or cut off does not answer: the ``Watchdog`` of its fleet ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+STEPS = 3
+"""A rank may take this many times the longest step so far until the next."""
+FIRST_STEP_S = 600.0
+"""Time limit of every step of the first call: it may load a reference model and compile kernels."""
+_UNSEEN_S = 4.0
+"""Between two looks; a driver that stood still for longer, by Ctrl-Z or a slow storage, has seen nothing meanwhile."""
+
+
+@dataclass(slots=True)
+class StepClock:
+    """When a rank last made progress, and how long its steps take. ``look`` is to be called about once a second."""
+
+    timeout_s: float
+    """Twice this time is allowed at least: where all wait for a rank that does not answer, that one is named."""
+    clock: Callable[[], float] = time.monotonic
+    _progress: int | None = field(default=None, init=False)
+    _moved_s: float = field(default=0.0, init=False)
+    _looked_s: float = field(default=0.0, init=False)
+    _longest_s: float = field(default=0.0, init=False)
+    _is_known: bool = field(default=False, init=False)
+    """Whether a whole call has ended, so that ``_longest_s`` says how long a step takes."""
+
+    def begin_work(self) -> None:
+        """Expect progress from now on; nothing was observed since the last call."""
+        self._moved_s = self._looked_s = self.clock()
+
+    def end_work(self) -> None:
+        """Count the time since the last progress as a step, and the call as a whole one."""
+        self._note_step()
+        self._is_known = True
+
+    def look(self, progress: int | None) -> str:
+        """Return why the rank hangs, or nothing, given its newest number of micro-batches; None before it is known."""
+        now = self.clock()
+        self._moved_s += max(0.0, now - self._looked_s - _UNSEEN_S)
+        self._looked_s = now
+        if progress != self._progress:
+            if self._progress is not None:
+                self._note_step()
+            self._progress = progress
+        limit_s = max(2 * self.timeout_s, STEPS * self._longest_s) if self._is_known else FIRST_STEP_S
+        silent_s = now - self._moved_s
+        return f"it has made no progress for {silent_s:.0f} s" if silent_s > limit_s else ""
+
+    def _note_step(self) -> None:
+        now = self.clock()
+        self._longest_s = max(self._longest_s, now - self._moved_s)
+        self._moved_s = now
