@@ -27,7 +27,7 @@ from typing import Any, Generic, Self, TypeVar
 import ray
 from ray._private.state import state as ray_state  # no public function says how often an actor was restarted
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.deaths import last_line
 from cluster.watchdog import LOOK_S, Finding, Watchdog
@@ -39,6 +39,9 @@ MAX_DEATHS = 3
 """An actor that dies as often while it loads will not load."""
 MAX_FAILED_LOADS = 3
 """Consecutive times that an actor was up and could not do its work; then its member is lost."""
+VERDICT_TIMEOUT_S = 60.0
+"""Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
+_VERDICT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,7 @@ class Fleet(Generic[P]):
         """Deaths and hangs since the fleet began. A hang is a death, too."""
         self.failure = ""
         """Why a gang was ended, or the last member was lost."""
+        self._ask = ask
         self._start, self._hang_timeout_s, self._max_hangs = start, hang_timeout_s, max_hangs
         self._is_gang, self._owner_admits, self._on_change = is_gang, owner_admits, on_change
         self._num_started = 0
@@ -272,10 +276,26 @@ class Fleet(Generic[P]):
                     raise FleetError(
                         f"{len(waiting)} of {len(self.members)} {self.kind}s did not start in {timeout_s:g} s"
                     )
-                for actor in self.unplaced():
-                    if (num_deaths := _num_deaths(actor)) >= MAX_DEATHS:
-                        raise FleetError(f"{_a(self.kind)} did not start: it died {num_deaths} times while it loaded")
+                for member in waiting:
+                    if (num_deaths := max(map(_num_deaths, member.actors))) >= MAX_DEATHS:
+                        raise FleetError(f"{member.name} did not start: it died {num_deaths} times while it loaded")
                 self.changed.wait(LOOK_S)
+
+    def wait_for_verdict(self, member: Member[P]) -> None:
+        """Return once the first actor of a member answers or Ray says that it is dead, after a minute at the latest.
+
+        Before, Ray may still believe that the node of the actor is there, and would place a new actor on it.
+        """
+        deadline_s = time.monotonic() + VERDICT_TIMEOUT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                ray.get(self._ask(member.actors[0]), timeout=left_s)
+            except ActorUnavailableError:  # neither
+                time.sleep(_VERDICT_INTERVAL_S)
+            except RayError:
+                return
+            else:
+                return
 
     def patient(self, silence_s: float) -> AbstractContextManager[None]:
         """Allow its actors a longer silence for a while."""
@@ -399,8 +419,7 @@ class Fleet(Generic[P]):
             ray.kill(actor, no_restart=True)
 
     def _warn(self, what: str) -> None:
-        num_ready, num = self.num(MemberState.READY), len(self.members)
-        logger.warning("%s; %d of %d go on", what, num_ready, num)
+        logger.warning("%s; %d of %d go on", what, self.num(MemberState.READY), len(self.members))
 
 
 def wait_or_kill(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Iterator[tuple[Any, RayError | None]]:
@@ -427,7 +446,3 @@ def wait_or_kill(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Ite
 
 def _num_deaths(actor: Any) -> int:
     return int(ray_state.actor_table(actor._actor_id.hex()).get("NumRestarts", 0))
-
-
-def _a(kind: str) -> str:
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"

@@ -81,8 +81,6 @@ BLOCKED_S = 120.0
 """Longest silence of a process that ends a profile: Python's lock is held while it is read."""
 FIRST_ANSWER_S = 600.0
 """Longest time until the first answer: Ray starts the process, whose place is reserved."""
-VERDICT_TIMEOUT_S = 60.0
-"""Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
@@ -90,7 +88,6 @@ WAIT_INTERVAL_S = 1.0
 
 _HEALTH = "health"
 """Ray's concurrency group of the pulses."""
-_VERDICT_INTERVAL_S = 0.5
 _RESUME = "continue from the last checkpoint with --resume"
 
 
@@ -373,7 +370,7 @@ class LearnerGroup:
             except RayError as error:
                 rank = self._fleet.members[refs.index(done[0])]
                 if isinstance(error, ActorUnavailableError):
-                    _wait_for_verdict(rank.actors[0])
+                    self._fleet.wait_for_verdict(rank)
                 hang = self._fleet.failure
                 self._fleet.fail(f"{rank.name} failed")
                 _raise_cause(error, rank.name, hang)
@@ -396,23 +393,6 @@ class LearnerGroup:
 
 def _ask(actor: Any) -> Any:
     return actor.progress.options(concurrency_group=_HEALTH).remote()
-
-
-def _wait_for_verdict(actor: Any) -> None:
-    """Return once an actor answers or Ray says that it is dead.
-
-    Before, Ray may still believe that the node of the actor is there, and would place a new actor on it.
-    """
-    deadline_s = time.monotonic() + VERDICT_TIMEOUT_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            ray.get(_ask(actor), timeout=left_s)
-        except ActorUnavailableError:  # neither
-            time.sleep(_VERDICT_INTERVAL_S)
-        except RayError:
-            return
-        else:
-            return
 
 
 def _raise_cause(error: RayError, rank: str, hang: str) -> NoReturn:

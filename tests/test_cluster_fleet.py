@@ -285,8 +285,33 @@ def test_a_wait_for_one_that_does_not_start_is_one_sentence(world: World, monkey
     with pytest.raises(FleetError, match=r"^1 of 2 runners did not start in -1 s$"):
         world.fleet.wait_until_up(-1.0)
     monkeypatch.setattr(fleet_module, "_num_deaths", lambda actor: fleet_module.MAX_DEATHS)
-    with pytest.raises(FleetError, match=r"^a runner did not start: it died 3 times while it loaded$"):
+    with pytest.raises(FleetError, match=r"^runner 0 did not start: it died 3 times while it loaded$"):
         world.fleet.wait_until_up(600.0)
     world.fails(0, init_failed())
     with pytest.raises(FleetError, match=r"^runner 0 did not start: "):
         world.fleet.wait_until_up(600.0)
+
+
+@pytest.mark.parametrize("verdict", ["it answers", "it is dead", "none"])
+def test_a_verdict_is_waited_for_while_an_actor_is_unavailable(
+    world: World, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = 0.0, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def get(call: None, timeout: float) -> None:
+        nonlocal asked
+        asked += 1
+        if verdict == "none" or asked < 4:
+            raise ActorUnavailableError("its node does not answer", None)
+        if verdict == "it is dead":
+            raise ActorDiedError
+
+    monkeypatch.setattr(fleet_module.time, "sleep", sleep)
+    monkeypatch.setattr(fleet_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(fleet_module.ray, "get", get)
+    world.fleet.wait_for_verdict(world.member(0))
+    assert asked == 4 if verdict != "none" else now == fleet_module.VERDICT_TIMEOUT_S

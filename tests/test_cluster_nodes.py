@@ -98,21 +98,21 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     retrievers = ActorFleet("retriever", Stub, [()], num_cpus=0.5)
     retrievers.scale_to(1)
     runners.wait_until_ready()
-    retrievers.wait_until_ready(500)
+    retrievers.fleet.wait_until_up(500)
     until(lambda: retrievers.state().num_running == 1)
     before = find_actors(retrievers.name)
     runners.submit(request(0))
     second = cluster.add_node(num_cpus=1, **store)
     drain(first.node_id)
     until(lambda: draining_nodes() == {first.node_id})
-    assert (runners.drain_nodes(draining_nodes()), retrievers.drain_nodes(draining_nodes())) == (1, 1)
-    assert runners.drain_nodes(draining_nodes()) == 0
+    assert (runners.fleet.drain_nodes(draining_nodes()), retrievers.fleet.drain_nodes(draining_nodes())) == (1, 1)
+    assert runners.fleet.drain_nodes(draining_nodes()) == 0
     assert find_actors(retrievers.name) == before  # until there is another
     runners.scale_to(1)
     retrievers.scale_to(1)
     runners.submit(request(1))
     tell(sorted(one.request.issue.issue_id for one in collect_all(runners)))
-    assert runners.drain_nodes({second.node_id}) == 1
+    assert runners.fleet.drain_nodes({second.node_id}) == 1
     until(lambda: retrievers.state().num_running == 1 and len(find_actors(retrievers.name)) == 1)
     (actor,) = retrievers.handles.values()
     assert node_of(actor) == second.node_id

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from learners import learner_group
 from learners.step_clock import FIRST_STEP_S, STEPS, StepClock
 
 TIMEOUT_S = 20.0
@@ -83,31 +80,3 @@ def test_a_driver_that_stood_still_blames_no_rank(rank: Rank) -> None:
 def test_a_rank_that_has_not_answered_yet_has_made_no_progress(rank: Rank) -> None:
     rank.steps.look(None)
     assert set(rank.step(FIRST_STEP_S - 5)) == {""}, "its first answer is no step"
-
-
-@pytest.mark.parametrize("verdict", ["it answers", "it is dead", "none"])
-def test_a_verdict_is_waited_for_while_a_rank_is_unavailable(verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, asked = 0.0, 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    def ask(actor: str) -> tuple[bool, str]:
-        nonlocal asked
-        asked += 1
-        return (actor != "none" and asked == 4, actor)
-
-    def get(answer: tuple[bool, str], timeout: float) -> Any:
-        is_known, what = answer
-        if not is_known:
-            raise ActorUnavailableError("its node does not answer", None)
-        if what == "it is dead":
-            raise ActorDiedError
-
-    monkeypatch.setattr(learner_group.time, "sleep", sleep)
-    monkeypatch.setattr(learner_group.time, "monotonic", lambda: now)
-    monkeypatch.setattr(learner_group.ray, "get", get)
-    monkeypatch.setattr(learner_group, "_ask", ask)
-    learner_group._wait_for_verdict(verdict)
-    assert asked == 4 if verdict != "none" else now == learner_group.VERDICT_TIMEOUT_S

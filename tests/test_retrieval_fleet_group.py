@@ -333,7 +333,7 @@ async def test_actors_that_hang_are_ended_and_come_back(
         for fleet in group.fleets:
             said = re.findall(rf"{fleet.kind} \S+ hangs: it has not answered for \d+ s", caplog.text)
             # Ray may give up a stopped process before the watchdog does
-            assert metrics[f"retrieval/{fleet.kind}_hangs"] == fleet.num_hangs == len(said)
+            assert metrics[f"retrieval/{fleet.kind}_hangs"] == fleet.fleet.num_hangs == len(said)
     finally:
         group.stop()
 

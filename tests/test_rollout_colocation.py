@@ -294,7 +294,7 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
         drain(fleet)
         wait_until_healed(fleet)
         assert places(fleet, learners) == before
-        assert (fleet.num_restarts, learners.num_restarts) == (1, 1)
+        assert (fleet.fleet.num_restarts, learners.num_restarts) == (1, 1)
     finally:
         fleet.stop()
         learners.stop()

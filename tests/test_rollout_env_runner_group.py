@@ -119,7 +119,7 @@ def test_groups_come_back_as_record_batches_with_their_summary(ray_local: Module
 def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     ray_local: ModuleType, group: EnvRunnerGroup
 ) -> None:
-    num_restarts = group.num_restarts
+    num_restarts = group.fleet.fleet.num_restarts
     pid = pids(group)[0]
     for index in range(20):
         group.submit(request(index))
@@ -132,7 +132,7 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     finished += drain(group)
     ids = [one.request.issue.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(40))
-    assert group.num_restarts == num_restarts + 1
+    assert group.fleet.fleet.num_restarts == num_restarts + 1
 
 
 @pytest.mark.slow
@@ -162,14 +162,14 @@ def test_a_runner_that_dies_while_idle_has_the_newest_weights_before_it_counts(
 ) -> None:
     weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
     group.update_weights(ray_local.put(weights), version=6)
-    num_restarts, before = group.num_restarts, pids(group)
+    num_restarts, before = group.fleet.fleet.num_restarts, pids(group)
     os.kill(before[0], signal.SIGKILL)
     # no call is open, so none fails; the fleet asks only once Ray has restarted the actor with the weights of the start
     assert wait_for(lambda: other_process(ray_local, group.actors[0], before[0]), 600)
     for index in range(8):
         group.submit(request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [6] * 8
-    assert group.num_restarts == num_restarts + 1
+    assert group.fleet.fleet.num_restarts == num_restarts + 1
     wait_until_healed(group)
 
 
@@ -230,11 +230,11 @@ def test_a_runner_that_hangs_is_replaced_and_holds_up_no_call_of_the_driver(
     assert re.search(r"env runner 0 hangs: it has not answered for \d+ s", caplog.text)
     check_that_both_have(0)
 
-    num_hangs = fleet.num_hangs
+    num_hangs = fleet.fleet.num_hangs
     caplog.clear()
     stop_the_first()
     fleet.update_weights(weights, version=7)
-    assert fleet.num_hangs > num_hangs
+    assert fleet.fleet.num_hangs > num_hangs
     assert re.search(r"env runner 0 hangs: it has not answered for \d+ s; 1 of 2 go on", caplog.text)
     check_that_both_have(7)
 
@@ -252,24 +252,24 @@ def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always
 ) -> None:
     """The second as one whose engine needs longer for a pass than a runner may be silent."""
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=10, num_env_runners=1), policy_dir, OnePassage())
-    actor_id = fleet.unplaced()[0]._actor_id.hex()
+    actor_id = fleet.fleet.unplaced()[0]._actor_id.hex()
     assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
     stopped = state.actor_table(actor_id)["Pid"]
     os.kill(stopped, signal.SIGSTOP)
     try:
         fleet.wait_until_ready()
         assert pids(fleet) != [stopped]
-        assert fleet.num_hangs >= 1
+        assert fleet.fleet.num_hangs >= 1
 
         def polled() -> EnvRunnerGroup:
             fleet.poll()
             return fleet
 
-        while (number := fleet.num_hangs) < 3:  # it finishes no group in between
+        while (number := fleet.fleet.num_hangs) < 3:  # it finishes no group in between
             assert wait_for(lambda: polled().num_healthy == 1, 600)
             os.kill(pids(fleet)[0], signal.SIGSTOP)
-            assert wait_for(lambda number=number: polled().num_hangs > number, 600)
-        assert fleet.num_hangs == 3
+            assert wait_for(lambda number=number: polled().fleet.num_hangs > number, 600)
+        assert fleet.fleet.num_hangs == 3
         fleet.submit(request(0))
         with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
             drain(fleet)

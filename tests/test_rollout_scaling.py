@@ -82,7 +82,7 @@ def test_a_runner_that_is_added_samples_with_the_newest_weights(
     fleet.update_weights(ray_local.put(weights), version=5)
     (old,) = pids(fleet)
     fleet.scale_to(2)
-    assert (fleet.num_healthy, fleet.num_starting) == (1, 1)
+    assert (fleet.num_healthy, fleet.state().num_starting) == (1, 1)
     meanwhile = sample_until(fleet, lambda: fleet.num_healthy == 2)
     assert len(set(ids(meanwhile))) == len(meanwhile)
     assert len(set(pids(fleet))) == 2
@@ -95,7 +95,7 @@ def test_a_runner_that_is_added_samples_with_the_newest_weights(
     finally:
         os.kill(old, signal.SIGCONT)
     assert ids(first + drain(fleet)) == sorted(f"t/{index}#0" for index in range(8))
-    assert fleet.num_restarts == 0
+    assert fleet.fleet.num_restarts == 0
 
 
 def test_a_runner_that_is_removed_returns_what_it_has_and_gets_nothing_more(
@@ -118,7 +118,7 @@ def test_a_runner_that_is_removed_returns_what_it_has_and_gets_nothing_more(
     finally:
         os.kill(leaving, signal.SIGCONT)
     assert ids(finished + drain(fleet)) == [f"t/{index}#0" for index in range(6)]
-    assert (fleet.num_restarts, fleet.metrics()["num_draining"]) == (0, 0)
+    assert (fleet.fleet.num_restarts, fleet.metrics()["num_draining"]) == (0, 0)
     deadline = time.monotonic() + TIMEOUT_S
     while not ended({leaving}):
         assert time.monotonic() < deadline
@@ -136,7 +136,7 @@ def test_a_fleet_grows_and_shrinks_under_load_and_samples_each_group_once(
         first = 10_000 * (1 + number)
         finished += sample_until(fleet, lambda size=size: fleet.num_healthy == size, first)  # type: ignore[misc]
     assert len(set(ids(finished))) == len(finished)
-    assert fleet.num_restarts == 0
+    assert fleet.fleet.num_restarts == 0
 
 
 @pytest.mark.slow
@@ -147,14 +147,14 @@ def test_runners_on_a_node_that_goes_away_are_replaced(
     (old,) = pids(fleet)
     node_id = ray_local.get_runtime_context().get_node_id()
     fleet.submit(request(0))
-    assert fleet.drain_nodes({node_id}) == 1
-    assert fleet.drain_nodes({node_id}) == 0
+    assert fleet.fleet.drain_nodes({node_id}) == 1
+    assert fleet.fleet.drain_nodes({node_id}) == 0
     fleet.submit(request(1))  # for the next one
     fleet.scale_to(1)
     assert ids(drain(fleet)) == ["t/0#0", "t/1#0"]
     (new,) = pids(fleet)
     assert new != old
-    assert fleet.num_restarts == 0
+    assert fleet.fleet.num_restarts == 0
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
     finished += drain(fleet)
     ids = [one.request.issue.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(300))
-    assert fleet.num_restarts == 1
+    assert fleet.fleet.num_restarts == 1
     assert all(one.summary.oldest_version == 5 and not one.summary.num_failed for one in finished)
     wait_until_healed(fleet, timeout_s=300)
     for index in range(8):

@@ -44,7 +44,7 @@ from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
-from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight, Newest
+from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.rollout.summary import summarize
 from retrieval.base import Retriever
@@ -83,9 +83,6 @@ class EnvRunnerGroup:
 
         ``version`` is that of the policy in ``policy``, a Hugging Face folder or hub name. ``actor_options``
         returns the Ray options of the runner with an index, such as its place.
-
-        Raises:
-            FleetError: a runner did not start.
         """
         settings = config.env_runners
         self.on_wait: Callable[[], None] = lambda: None
@@ -103,13 +100,14 @@ class EnvRunnerGroup:
         self._num_in_flight: Counter[int] = Counter()  # trajectories that a runner, by index, has not returned
         self._admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
-        self._newest: Newest | None = None
+        self._version: int | None = None  # published last, and its weights once they are here
+        self._weights: Any = None
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories; twice what a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
-        self._fleet = Fleet[Pulse](
+        self.fleet = Fleet[Pulse](
             "env runner",
             self._start,
             lambda actor: actor.pulse.remote(),
@@ -130,7 +128,7 @@ class EnvRunnerGroup:
             "max_concurrency": 2 * self._max_in_flight,
         }
         self._actor_options, self._arguments = actor_options, (config, policy, retriever, version)
-        self._fleet.scale_to(settings.num_env_runners)
+        self.fleet.scale_to(settings.num_env_runners)
 
     def _start(self, index: int) -> list[Any]:
         actor_class: Any = ray.remote(EnvRunnerActor)
@@ -140,7 +138,7 @@ class EnvRunnerGroup:
     def wait_until_ready(self) -> None:
         """Return once every runner has loaded its engine; ``FleetError`` if one did not."""
         if self._local is None:
-            self._fleet.wait_until_up(START_TIMEOUT_S)
+            self.fleet.wait_until_up(START_TIMEOUT_S)
             self._admit()
 
     @property
@@ -156,22 +154,7 @@ class EnvRunnerGroup:
     @property
     def num_healthy(self) -> int:
         """Runners that take requests."""
-        return 1 if self._local is not None else self._fleet.num(MemberState.READY)
-
-    @property
-    def num_restarts(self) -> int:
-        """Deaths of runners since the start."""
-        return self._fleet.num_restarts
-
-    @property
-    def num_hangs(self) -> int:
-        """Deaths by a hang."""
-        return self._fleet.num_hangs
-
-    @property
-    def num_starting(self) -> int:
-        """Runners that load, after a restart or at their first start, or for which Ray has no room yet."""
-        return self._fleet.num(MemberState.STARTING)
+        return 1 if self._local is not None else self.fleet.num(MemberState.READY)
 
     def state(self) -> FleetState:
         """Return what the fleet's autoscaler reads; requests are trajectories."""
@@ -179,7 +162,7 @@ class EnvRunnerGroup:
         return FleetState(
             time.monotonic(),
             self.num_healthy,
-            self.num_starting,
+            self.fleet.num(MemberState.STARTING),
             ongoing=float(self._num_in_flight.total()),
             queued=float(sum(request.num_trajectories for request in self._pending)),
             busy_s=self._busy_s,
@@ -192,21 +175,13 @@ class EnvRunnerGroup:
         Removes those first that are lost or still start, and then those with the least to do.
         """
         assert self._local is None and num_env_runners >= 1, num_env_runners
-        self._fleet.scale_to(num_env_runners, lambda runner: self._num_in_flight[runner.index])
+        self.fleet.scale_to(num_env_runners, lambda runner: self._num_in_flight[runner.index])
         self._end_drained()
-
-    def drain_nodes(self, node_ids: Collection[str]) -> int:
-        """Let the runners on these nodes of Ray drain, and return their number; ``scale_to`` replaces them."""
-        return self._fleet.drain_nodes(node_ids)
 
     @property
     def actors(self) -> list[Any]:
         """The actors of the runners that can be called."""
-        return [runner.actors[0] for runner in self._fleet.serving]
-
-    def unplaced(self) -> list[Any]:
-        """Return the actors of the runners that load or wait for room."""
-        return self._fleet.unplaced()
+        return [runner.actors[0] for runner in self.fleet.serving]
 
     def metrics(self) -> dict[str, float]:
         """Health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` those by a hang.
@@ -217,11 +192,11 @@ class EnvRunnerGroup:
         loads, self._loads = self._loads or [(0.0, 0)], []
         return {
             "num_healthy": float(self.num_healthy),
-            "num_restarts": float(self.num_restarts),
-            "num_hangs": float(self.num_hangs),
+            "num_restarts": float(self.fleet.num_restarts),
+            "num_hangs": float(self.fleet.num_hangs),
             "num_hedged": float(self.num_hedged),
-            "num_lost": float(self._fleet.num(MemberState.LOST)),
-            "num_draining": float(self._fleet.num(MemberState.DRAINING)),
+            "num_lost": float(self.fleet.num(MemberState.LOST)),
+            "num_draining": float(self.fleet.num(MemberState.DRAINING)),
             "load": sum(load for load, _ in loads) / len(loads),
             "queue": sum(queue for _, queue in loads) / len(loads),
         }
@@ -269,9 +244,9 @@ class EnvRunnerGroup:
             if self._in_flight:
                 deadline = time.monotonic() + RESTART_TIMEOUT_S
                 ray.wait(list(self._in_flight), timeout=WAIT_S)
-            elif time.monotonic() > deadline or all(runner.is_lost for runner in self._fleet.members):
-                why = self._fleet.failure or "none came back in time"
-                raise FleetError(f"none of {len(self._fleet.members)} env runners is left; {why}")
+            elif time.monotonic() > deadline or all(runner.is_lost for runner in self.fleet.members):
+                why = self.fleet.failure or "none came back in time"
+                raise FleetError(f"none of {len(self.fleet.members)} env runners is left; {why}")
             else:
                 time.sleep(WAIT_S / 10)
         return []
@@ -311,9 +286,9 @@ class EnvRunnerGroup:
         self._accounted_at = now
 
     def _end_drained(self) -> None:
-        for runner in self._fleet.members:
+        for runner in self.fleet.members:
             if runner.is_draining and not self._num_in_flight[runner.index]:
-                self._fleet.end(runner)
+                self.fleet.end(runner)
 
     async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
         requests, self._pending = list(self._pending), deque()
@@ -328,42 +303,37 @@ class EnvRunnerGroup:
 
     @property
     def _ready(self) -> list[Member[Pulse]]:
-        return [runner for runner in self._fleet.members if runner.state is MemberState.READY]
+        return [runner for runner in self.fleet.members if runner.state is MemberState.READY]
 
     @property
     def receivers(self) -> dict[str, Any]:
         """Actors of the runners that can be called, each in one of its lives: ``{"env runner 3, life 1": handle}``."""
-        return {_life(runner): runner.actors[0] for runner in self._fleet.serving}
+        return {_life(runner): runner.actors[0] for runner in self.fleet.serving}
 
     def expect(self, version: int) -> None:
         """Note a version that a transport publishes; runners that come back wait for ``offer``."""
-        self._newest = Newest(version)
+        self._version, self._weights = version, None
         self._admissions.clear()  # they may carry older weights
 
     @property
     def needs_weights(self) -> bool:
         """Whether a runner that came back waits for the weights of the version that ``expect`` named."""
-        is_expected = self._newest is not None and self._newest.weights is None
-        return is_expected and any(_waits(runner) for runner in self._fleet.members)
+        is_expected = self._version is not None and self._weights is None
+        return is_expected and any(_waits(runner) for runner in self.fleet.members)
 
     def offer(self, weights: Any) -> None:
         """Give the runners that come back the weights of the newest version, or an ``ObjectRef`` of them."""
-        assert self._newest is not None
-        self._newest.weights = weights
+        self._weights = weights
 
     def _admit(self) -> None:
         """Use the runners that are up once they have the newest weights."""
-        newest = self._newest
-        for runner in self._fleet.members:
-            if not _waits(runner):
-                continue
-            if newest is None:
-                self._fleet.admit(runner.id)
+        for runner in filter(_waits, self.fleet.members):
+            if self._version is None:
+                self.fleet.admit(runner.id)
             elif runner.id in self._admissions:
                 self._read_admission(runner.id)
-            elif newest.weights is not None:
-                call = runner.actors[0].catch_up.remote(newest.weights, newest.version)
-                self._admissions[runner.id] = call
+            elif self._weights is not None:
+                self._admissions[runner.id] = runner.actors[0].catch_up.remote(self._weights, self._version)
 
     def _read_admission(self, runner_id: MemberId) -> None:
         if not ray.wait([self._admissions[runner_id]], timeout=0)[0]:
@@ -371,10 +341,10 @@ class EnvRunnerGroup:
         try:
             process = ray.get(self._admissions.pop(runner_id))
         except RayError as error:
-            self._fleet.note_failure(runner_id, error)
+            self.fleet.note_failure(runner_id, error)
             return
-        self._fleet.note_process(runner_id, process)
-        self._fleet.admit(runner_id)
+        self.fleet.note_process(runner_id, process)
+        self.fleet.admit(runner_id)
 
     def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
         """Publish a policy version, and keep it for runners that come back later.
@@ -400,7 +370,7 @@ class EnvRunnerGroup:
 
         Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
         """
-        handles = {runner.id: runner.actors[0] for runner in self._fleet.members}
+        handles = {runner.id: runner.actors[0] for runner in self.fleet.members}
         loading = {call: runner_id for runner_id, call in self._admissions.items() if runner_id in handles}
         for call, _ in wait_or_kill({call: handles[one] for call, one in loading.items()}, START_TIMEOUT_S):
             self._read_admission(loading[call])
@@ -410,7 +380,7 @@ class EnvRunnerGroup:
 
         Runners that die during it, or hang, are restarted.
         """
-        chosen = [r for r in self._fleet.serving if receivers is None or _life(r) in receivers]
+        chosen = [r for r in self.fleet.serving if receivers is None or _life(r) in receivers]
         calls = {r.actors[0].call_engine.remote(method, *arguments): (r.name, r.id, r.actors[0]) for r in chosen}
         for call, error in wait_or_kill({call: actor for call, (*_, actor) in calls.items()}, START_TIMEOUT_S):
             name, runner_id, _ = calls[call]
@@ -419,14 +389,14 @@ class EnvRunnerGroup:
                     raise error.cause from None
                 raise FleetError(f"{name} failed in {method}: {last_line(error)}") from error
             if error is not None:
-                self._fleet.note_failure(runner_id, error)
+                self.fleet.note_failure(runner_id, error)
 
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""
         if self._local is not None:
             self._local.close(self._loop)
             self._local = None
-        self._fleet.stop()
+        self.fleet.stop()
         self._in_flight.clear()
         self._num_extra = 0
         self._pending.clear()
@@ -485,7 +455,7 @@ class EnvRunnerGroup:
             process, summary = ray.get(ref)
         except RayActorError as error:
             self._sample_again(flight)
-            self._fleet.note_failure(flight.runner_id, error)
+            self.fleet.note_failure(flight.runner_id, error)
             return None
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
@@ -493,7 +463,7 @@ class EnvRunnerGroup:
             raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
         if flight.process != process:  # its weights may be those of the run's start
             self._sample_again(flight)
-            self._fleet.note_process(flight.runner_id, process)
+            self.fleet.note_process(flight.runner_id, process)
             return None
         if twin is not None:
             twin.is_abandoned, twin.twin = True, None

@@ -1,4 +1,4 @@
-"""What the fleet of env runners keeps of each group that a runner samples, and of the newest weights."""
+"""What the fleet of env runners keeps of each group that a runner samples."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ class Flight:
     was_hedged: bool = False
     is_abandoned: bool = False
     """Its twin has finished."""
-
-
-@dataclass(slots=True)
-class Newest:
-    """The policy version published last."""
-
-    version: int
-    weights: Any = None
-    """None until ``EnvRunnerGroup.offer``, where they have to be fetched from the learners first."""
 
 
 @dataclass(frozen=True, slots=True)

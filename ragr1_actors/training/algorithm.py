@@ -111,12 +111,9 @@ class Algorithm:
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
         self.iteration = self.policy_version = 0
-        self.samples: dict[str, list[float]] = {}
-        """Values of the newest batch by trajectory, see ``rollout_samples``."""
-        self.histograms: dict[str, list[Bucket]] = {}
-        """Histograms of the newest update by name, see ``take_histograms``."""
-        self.examples: dict[str, str] = {}
-        """A right and a wrong trajectory of the newest evaluation, as Markdown."""
+        self.samples: dict[str, list[float]] = {}  # of the newest batch by trajectory, see ``rollout_samples``
+        self.histograms: dict[str, list[Bucket]] = {}  # of the newest update by name, see ``take_histograms``
+        self.examples: dict[str, str] = {}  # a right and a wrong trajectory of the newest evaluation, as Markdown
         self._log_s = 0.0  # of the iteration before
         self._keeper = ThreadPoolExecutor(1, "keep trajectories")
         self._keeping: Future[None] | None = None
@@ -138,8 +135,8 @@ class Algorithm:
         self.fleets = FleetController(
             config, sampler, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
-        self._env_runners.on_wait = self._while_sampling
-        learners.on_wait = self._while_learning
+        self._env_runners.on_wait = partial(self._while_waiting, learners_are_busy=False)
+        learners.on_wait = partial(self._while_waiting, learners_are_busy=True)
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
@@ -337,14 +334,11 @@ class Algorithm:
         if keeping is not None:
             keeping.result()
 
-    def _while_sampling(self) -> None:
-        """Look after the fleets while the learners have nothing to do."""
-        self._transport.catch_up()
-        self.fleets.tick()
-
-    def _while_learning(self) -> None:
-        """Look after the fleets while the learners work."""
-        if not self._transport.shares_devices:  # else the runners sleep
+    def _while_waiting(self, *, learners_are_busy: bool) -> None:
+        """Look after the fleets while the driver waits for samples or learners."""
+        if not learners_are_busy:
+            self._transport.catch_up()
+        elif not self._transport.shares_devices:  # else the runners sleep
             self._env_runners.poll()
         self.fleets.tick()
 

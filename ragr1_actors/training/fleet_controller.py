@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 
@@ -31,10 +31,12 @@ from ragr1_actors.core.config import (
 )
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
 from ragr1_actors.runs.scaling import FleetName, ScalingDecision
 from ragr1_actors.runs.store import RunStore
+from retrieval.fleet.actor_fleet import ActorFleet
 
 TICK_S = 1.0
 """Between two looks at the fleets and at the orders."""
@@ -44,31 +46,6 @@ NO_ROOM_AFTER_S = 60.0
 """After this time without a place for a new actor, the decision says so. Adding a node takes Ray about this long."""
 
 logger = logging.getLogger(__name__)
-
-
-class ScalableFleet(Protocol):
-    """What ``EnvRunnerGroup`` and ``ActorFleet`` have in common."""
-
-    def state(self) -> FleetState:
-        """Return what the fleet does now."""
-        ...
-
-    def scale_to(self, num_replicas: int, /) -> None:
-        """Start replicas, or let some drain."""
-        ...
-
-    def drain_nodes(self, node_ids: Collection[str], /) -> int:
-        """Let the replicas on these nodes drain, and return their number; the next ``scale_to`` replaces them."""
-        ...
-
-    @property
-    def actors(self) -> list[Any]:
-        """Return actors that can be killed."""
-        ...
-
-    def unplaced(self) -> list[Any]:
-        """Return the actors that do not serve yet."""
-        ...
 
 
 class LearnerClock:
@@ -123,7 +100,7 @@ class _Controlled:
     name: FleetName
     prefix: str
     """The names of its metrics begin with it: ``env_runners/``."""
-    fleet: ScalableFleet
+    fleet: EnvRunnerGroup | ActorFleet
     num_replicas: int
     """The size that is wanted."""
     make_scaler: Callable[[int], Autoscaler] | None
@@ -210,7 +187,7 @@ class FleetController:
             if controlled.name == "runners":
                 state = replace(state, learner=self.learner.state(self._num_finished_batches()))
             controlled.note(state)
-            if leaving and (num_moved := controlled.fleet.drain_nodes(leaving)):
+            if leaving and (num_moved := controlled.fleet.fleet.drain_nodes(leaving)):
                 self._resize(controlled, controlled.num_replicas, f"Ray takes back the nodes of {num_moved}")
             if controlled.scaler is not None:
                 decision = controlled.scaler.decide(state)
@@ -232,7 +209,7 @@ class FleetController:
 
     def _look_for_room(self, controlled: _Controlled) -> None:
         """Say once after a decision that new replicas have no place."""
-        if controlled.said_no_room or not (waiting := controlled.fleet.unplaced()):
+        if controlled.said_no_room or not (waiting := controlled.fleet.fleet.unplaced()):
             controlled.has_no_room_since_s = None
             return
         now = time.monotonic()

@@ -17,7 +17,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -119,13 +119,6 @@ class ActorFleet:
         with self.fleet.changed:
             self._take_off(self.fleet.scale_to(num_members))
 
-    def drain_nodes(self, node_ids: Collection[str]) -> int:
-        """Let the members with an actor on these nodes of Ray leave, once ``scale_to`` has replaced them.
-
-        Returns their number.
-        """
-        return self.fleet.drain_nodes(node_ids)
-
     def _take_off(self, leaving: Sequence[Member[ActorLoad]]) -> None:
         for member in leaving:
             timer = threading.Timer(LEAVE_S, self._end, [member])
@@ -146,14 +139,6 @@ class ActorFleet:
     def _publish(self) -> None:
         names = {self._name(m.index, n): m.is_serving for m in self._listed for n in range(len(m.actors))}
         _internal_kv_put(self.name, json.dumps(names), namespace=_NAMESPACE)
-
-    def unplaced(self) -> list[Any]:
-        """Return the actors that load or wait for room."""
-        return self.fleet.unplaced()
-
-    def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once every actor has loaded; ``FleetError`` if one did not start."""
-        self.fleet.wait_until_up(timeout_s)
 
     def loads(self) -> dict[str, ActorLoad]:
         """Return the load of each actor that answers within 5 seconds, by name."""

@@ -99,7 +99,7 @@ class RetrieverGroup:
         """
         try:
             for fleet in self._fleets:
-                fleet.wait_until_ready(START_TIMEOUT_S)
+                fleet.fleet.wait_until_up(START_TIMEOUT_S)
         except BaseException:
             self.stop()
             raise
