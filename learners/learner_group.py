@@ -362,8 +362,7 @@ class LearnerGroup:
             if not done:
                 if is_update:
                     self.on_wait()
-                    self._find_stalled()
-                self._find_unborn(time.monotonic() - began)
+                self._find_stuck(time.monotonic() - began, is_update=is_update)
                 continue
             try:
                 results[done[0]] = ray.get(done[0])
@@ -379,14 +378,12 @@ class LearnerGroup:
                 clock.end_work()
         return [results[ref] for ref in refs]
 
-    def _find_stalled(self) -> None:
+    def _find_stuck(self, waited_s: float, *, is_update: bool) -> None:
+        """End all ranks, and so their calls, if one makes no progress or has never answered."""
         for rank, clock in zip(self._fleet.members, self._clocks, strict=True):
             progress = rank.pulses[0].num_micro_batches if rank.is_up else None
-            if reason := clock.look(progress):
-                self._fleet.fail(f"{rank.name} hangs: {reason}")  # and so the calls
-
-    def _find_unborn(self, waited_s: float) -> None:
-        for rank in self._fleet.members:
+            if is_update and (reason := clock.look(progress)):
+                self._fleet.fail(f"{rank.name} hangs: {reason}")
             if waited_s > FIRST_ANSWER_S and not rank.is_up:
                 self._fleet.fail(f"{rank.name} has not answered in the {FIRST_ANSWER_S:g} s since it was started")
 

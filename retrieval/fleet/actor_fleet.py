@@ -193,10 +193,7 @@ def client_reports(loads: Iterable[ActorLoad]) -> list[tuple[float, ClientLoad]]
 
 
 def find_actors(fleet_name: str, *, only_running: bool = False) -> list[str]:
-    """Return the sorted names of a fleet's actors. Blocks for a call to the head node.
-
-    ``only_running`` leaves out those that still load, unless all do.
-    """
+    """Return the sorted names of a fleet's actors; ``only_running``: without those that load, unless all do."""
     value = _internal_kv_get(fleet_name, namespace=_NAMESPACE)
     found: Mapping[str, bool] = json.loads(value) if value else {}
     running = [name for name, is_running in found.items() if is_running]
