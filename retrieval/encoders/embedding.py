@@ -310,16 +310,18 @@ def _fill_with_actors(
     num_deaths = 0
     try:
         fleet.scale_to(num_actors)
-        _wait_for_one(fleet, workers)
         free = fleet.members * SHARDS_PER_ACTOR
         while waiting or busy:
             while waiting and free:
                 member, number = free.pop(), waiting.popleft()
                 busy[member.actors[0].fill.remote(number)] = (member, number)
-            (done,), _ = ray.wait(list(busy), num_returns=1)  # the watchdog ends one that hangs, and so its calls
-            member, number = busy.pop(done)
+            done, _ = ray.wait(list(busy), timeout=START_TIMEOUT_S)  # the fleet ends one that hangs, and so its calls
+            if not done:
+                _check_room(fleet, workers)
+                continue
+            member, number = busy.pop(done[0])
             try:
-                ray.get(done)
+                ray.get(done[0])
             except ray.exceptions.RayError as error:
                 waiting.appendleft(number)
                 if member not in fleet.members:  # its other shard failed before and it is replaced
@@ -337,16 +339,14 @@ def _fill_with_actors(
         fleet.stop()
 
 
-def _wait_for_one(fleet: Fleet[Pulse], workers: Workers) -> None:
-    """Return once an actor is up: Ray may have to add nodes for them first."""
-    with fleet.changed:
-        if fleet.changed.wait_for(lambda: bool(fleet.serving), START_TIMEOUT_S):
-            return
-    wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
-    raise FleetError(
-        f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give the "
-        "cluster more"
-    )
+def _check_room(fleet: Fleet[Pulse], workers: Workers) -> None:
+    """Raise if no actor is up."""
+    if not fleet.serving:
+        wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
+        raise FleetError(
+            f"no actor with {wanted} started within {START_TIMEOUT_S:g} s to encode the corpus; ask for less, or give "
+            "the cluster more"
+        )
 
 
 def _check_death(error: Exception, num_deaths: int) -> None:
