@@ -138,7 +138,8 @@ class BirthDecades(TaskSource):
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return ``<think> fifties 1951</think><answer>[2]</answer>``, or ``[1]`` without a year."""
-        year = self._people[task.supporting_ids[0]].year or 0
+        best = shown(task, task.meta["candidates"])[int(task.golden_answers[0]) - 1]
+        year = self._people[best].year or 0
         found, label = (f" {year}", task.golden_answers[0]) if rng.random() < GOOD else ("", "1")
         return [f"<think> {DECADES[year // 10]}{found}</think><answer>[{label}]</answer>"]
 
