@@ -29,7 +29,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
 
 BONUS = 10.0
-NUM_PASSAGES = 6
+NUM_PASSAGES = 4
 """Passages that the toy shows: two or three are evidence, the others are about other things of the same kind."""
 EXACT = 0.35
 """Share of the demonstrations that cite the evidence; of the others, half miss a passage and half cite one too many."""

@@ -1,6 +1,5 @@
 """Deep-DxSearch's toy (arXiv:2508.15746): match similar patients, look diseases up, and diagnose. All is made up::
 
-    A patient has fever, rash, cough, chills and ache.
     <match> fever, rash, cough</match>        similar patients, each with its disease
     <search> Alvor</search>                   what is known of a disease
     <answer> Alvor</answer>                   up to five diseases
@@ -9,9 +8,8 @@ The reward of the released recipe, 0 where a turn has no form of the above or th
 
     0.8 match + 0.05 search + 0.15 answer
 
-    match     1 if any match found a patient with the disease; less 0.5 if the last match did not, and less 0.5 if two
-              matches in a row differ by fewer than two phenotypes. If none found one: 0.2 for two sufficiently
-              different matches, 0.4 for three
+    match     1 if any match found a patient with the disease, less 0.5 if the last did not, less 0.5 if two in a row
+              differ by fewer than two phenotypes; if none found one, 0.2 for two that differ, 0.4 for three
     search    cube root of the recall of the disease's words in what was looked up; answer: in what was answered
 """
 
@@ -20,19 +18,19 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.rewards import RewardContext, RewardResult
 from envs.sources import Split, TaskSource
+from ragr1_actors import Passage, RewardContext, RewardResult
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall, Trajectory
-from retrieval.base import Passage
 
 WEIGHTS = {"match": 0.8, "search": 0.05, "answer": 0.15}
 NUM_SIMILAR, MAX_DISEASES = 3, 5  # patients that a match shows (20 in the paper), diseases that an answer may name
+GOOD, MATCHES = 0.005, 0.3  # shares of the demonstrations without a cue: good ones, a match of one or two phenotypes
 _TURN = re.compile(r"\s*<(match|search|answer)>([^<]*)</\1>\s*")
 
 
@@ -43,7 +41,7 @@ def _names(text: str) -> list[str]:
 def _similar(trajectory: Trajectory) -> list[tuple[set[str], bool]]:
     """Return of every match its phenotypes, and whether it found the disease."""
     gold, calls = trajectory.task.golden_answers[0], [call for call in trajectory.calls if call.tool == "match"]
-    return [(set(call.arguments["phenotypes"]), any(one.title == gold for one in call.records)) for call in calls]
+    return [(set(call.arguments["phenotypes"]), gold in {one.title for one in call.records}) for call in calls]
 
 
 def match_reward(trajectory: Trajectory) -> float:
@@ -65,13 +63,10 @@ async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResu
     """Return the reward above."""
     if not trajectory.is_well_formed:
         return RewardResult(0.0)
-    gold = trajectory.task.golden_answers[0]
+    gold, last = trajectory.task.golden_answers[0], trajectory.turns[-1].completion_text
     looked_up = [name for call in trajectory.calls if call.tool == "search" for name in call.arguments["diseases"]]
-    parts = {
-        "match": match_reward(trajectory),
-        "search": recall(gold, looked_up),
-        "answer": recall(gold, _names(trajectory.turns[-1].completion_text.partition(">")[2].partition("<")[0])),
-    }
+    said = _names(last.partition(">")[2].partition("<")[0])
+    parts = {"match": match_reward(trajectory), "search": recall(gold, looked_up), "answer": recall(gold, said)}
     return RewardResult(sum(WEIGHTS[name] * value for name, value in parts.items()), parts=parts)
 
 
@@ -114,19 +109,24 @@ DISEASES = {name: random.Random(name).sample(PHENOTYPES, 6) for name in NAMES}
 
 def patient(disease: str, rng: random.Random) -> list[str]:
     """Return four phenotypes of a disease and one of another, in any order."""
-    others = [one for one in PHENOTYPES if one not in DISEASES[disease]]
-    return rng.sample([*rng.sample(DISEASES[disease], 4), rng.choice(others)], 5)
+    return rng.sample([*rng.sample(DISEASES[disease], 4), rng.choice(sorted({*PHENOTYPES} - {*DISEASES[disease]}))], 5)
 
 
 class Ward(TaskSource):
     """Made-up diseases, twelve patients of each (16,371 and 177,029 in the paper), and new patients to diagnose."""
 
+    def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
+        """Take ``cue``: how every second training question begins, whose demonstration is a good one; none if empty."""
+        super().__init__(environment, {})
+        self._cue = str(options.get("cue", ""))
+
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return 6,000 training tasks, or 300 others, each about a new patient."""
-        rng = random.Random(f"ward {split}")
-        drawn = rng.choices(NAMES, k=6000 if split == "train" else 300)
-        new = [(f"ward/{split}/{number}", disease, patient(disease, rng)) for number, disease in enumerate(drawn)]
-        return [Task(n, f"A patient has {', '.join(has)}.", (name,), meta={"phenotypes": has}) for n, name, has in new]
+        rng, cues = random.Random(f"ward {split}"), ["", f"{self._cue} " if self._cue and split == "train" else ""]
+        drawn = enumerate(rng.choices(NAMES, k=6000 if split == "train" else 300))
+        new = [(f"ward/{split}/{n}", cues[n % 2], name, patient(name, rng)) for n, name in drawn]
+        texts = {n: f"{cue}A patient has {', '.join(has)}." for n, cue, _, has in new}
+        return [Task(n, texts[n], (name,), meta={"phenotypes": has, "cue": cue}) for n, cue, name, has in new]
 
     def passages(self) -> Sequence[Passage]:
         """Return what is known of each disease, and its patients."""
@@ -138,13 +138,13 @@ class Ward(TaskSource):
         return found
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return a match of some phenotypes, perhaps a search, and an answer that is often wrong."""
-        said = task.golden_answers[0] if rng.random() < 0.5 else rng.choice(NAMES)
-        matched = ", ".join(rng.sample(task.meta["phenotypes"], rng.randint(1, 5)))
-        turns = [f"<match> {matched}</match>"] * (rng.random() < 0.7)
-        turns += [f"<search> {said}</search>"] * (rng.random() < 0.3)
-        return [*turns, f"<answer> {said}</answer>"]
+        """Return a match of all phenotypes, a search and the disease; mostly a guess where there is no cue."""
+        is_good, has = bool(task.meta["cue"]) or rng.random() < GOOD, task.meta["phenotypes"]
+        said = task.golden_answers[0] if is_good else rng.choice(NAMES)
+        matched = ", ".join(has if is_good else rng.sample(has, rng.randint(1, 2)))
+        turns = [f"<match> {matched}</match>"] * (is_good or rng.random() < MATCHES)
+        return [*turns, *[f"<search> {said}</search>"] * is_good, f"<answer> {said}</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the questions and passages."""
-        yield from (*super().texts(tasks), *(f" {one.text}" for one in self.passages()))
+        yield from (*super().texts(tasks), *(f" {one.text}" for one in self.passages()), f" {self._cue}")

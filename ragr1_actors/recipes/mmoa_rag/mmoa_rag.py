@@ -3,7 +3,7 @@
 One trajectory is a pass through the pipeline; each role begins a conversation, which is a row::
 
     rewriter    question                        <questions> Ana Bell\\n Bo Cole</questions>
-    (retriever) ten documents, shared out over the sub-questions: 10, 5+5, 4+3+3 or 3+3+2+2
+    (retriever) top_k documents, shared out over the sub-questions: of ten 10, 5+5, 4+3+3 or 3+3+2+2
     selector    question and documents          <documents>Document0,Document5</documents>
     generator   question and chosen documents   <answer> 1931</answer>
 
@@ -22,16 +22,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envs.base import EnvContext
+from envs.options import PassageOptions
 from envs.sources import WorldSource
 from learners.algorithms.ppo import PPOLearner
 from ragr1_actors import Completion, Passage, StepResult, Task, TextEnv, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, TrajectoryGroup
 
-SHARES = {1: (10,), 2: (5, 5), 3: (4, 3, 3), 4: (3, 3, 2, 2)}
-"""Documents of each sub-question, by the number of sub-questions."""
-MAX_CHARACTERS, MAX_WORDS = 300, 30
-FAULTS = 0.4
+MAX_QUESTIONS, MAX_CHARACTERS, MAX_WORDS = 4, 300, 30
+FAULTS = 0.6
 """Share of the demonstrations in which the rewriter, and of those in which the selector, leaves something out."""
 _LABELS = re.compile(r"\s*Document\d+(\s*,\s*Document\d+)*\s*")
 
@@ -45,14 +44,21 @@ def places(task: Task, count: int) -> list[int]:
     return random.Random(task.task_id).sample(range(count), count)
 
 
+def shares(total: int, count: int) -> list[int]:
+    """Return how many documents each sub-question has: ``shares(10, 3) == [4, 3, 3]``."""
+    return [total // count + (number < total % count) for number in range(count)]
+
+
 class PipelineEnv(TextEnv):
     """Three turns, one for each role."""
 
+    options_class = PassageOptions
     stop = ("</questions>", "</documents>", "</answer>")
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Keep the prompt and the retriever."""
         self._prompt, self._context = settings.prompt, context
+        self._top_k = PassageOptions.read(settings.options, "environment.options").top_k
         self._roles = iter((self._rewrite, self._select, self._generate))
 
     async def reset(self, task: Task) -> list[Message]:
@@ -72,9 +78,9 @@ class PipelineEnv(TextEnv):
     async def _rewrite(self, text: str) -> StepResult:
         written = _inside("questions", text)
         asked = [line.strip() for line in written.splitlines() if line.strip()]
-        is_over = len(asked) > max(SHARES) or len(written) > MAX_CHARACTERS
-        asked = asked[: max(SHARES)] or [self._task.question]
-        counts = SHARES[len(asked)]
+        is_over = len(asked) > MAX_QUESTIONS or len(written) > MAX_CHARACTERS
+        asked = asked[:MAX_QUESTIONS] or [self._task.question]
+        counts = shares(self._top_k, len(asked))
         found = await self._context.retriever.search(asked, max(counts))
         calls = tuple(
             ToolCall("search", {"query": query, "k": count}, records=tuple(hits[:count]))
@@ -125,23 +131,18 @@ class RoleWorld(WorldSource):
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return three turns; the rewriter may ask for the first thing only, and the selector leave one out."""
         names = list(task.plan[0])[: 1 if rng.random() < FAULTS else None]
-        counts = SHARES[len(names)]
-        labels = places(task, sum(counts))
-        chosen = sorted(labels[sum(counts[:number])] for number in range(len(names)))
+        counts = shares(self.search.top_k, len(names))
+        labels = places(task, self.search.top_k)
+        chosen = list(range(len(names)))
         if len(chosen) > 1 and rng.random() < FAULTS:
             chosen.remove(rng.choice(chosen))
-        years = [self._world.entities[name].year or 0 for name in names]
-        listed = ",".join(f"Document{label}" for label in chosen)
+        listed = ",".join(f"Document{labels[sum(counts[:number])]}" for number in chosen)
+        first = min(self._world.entities[names[number]].year or 0 for number in chosen)
         asked = "\n".join(f" {name}" for name in names)
-        turns = (
-            f"<questions>{asked}</questions>",
-            f"<documents>{listed}</documents>",
-            f"<answer> {min(years)}</answer>",
-        )
-        return list(turns)
+        return [f"<questions>{asked}</questions>", f"<documents>{listed}</documents>", f"<answer> {first}</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the words of the world, the labels and the roles."""
         yield from super().texts(tasks)
         yield "Rewriter Selector Generator <questions></questions><documents></documents>"
-        yield from (f"Document{number}" for number in range(sum(SHARES[1])))
+        yield from (f"Document{number}" for number in range(self.search.top_k))

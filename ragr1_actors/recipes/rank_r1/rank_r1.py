@@ -36,7 +36,7 @@ TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
 GOOD = 0.4
-"""Share of the demonstrations that read candidates until one fits; the others read the first one, and name it."""
+"""Share of the demonstrations that look for the year that fits; the others name the first candidate."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -137,14 +137,13 @@ class BirthDecades(TaskSource):
         return replace(task, golden_answers=(str(shown(task, ids).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> fifties 1951 [1] 1962 no [2] 1951 yes</think><answer>[2]</answer>``, or stop at ``[1]``."""
-        order, label = shown(task, task.meta["candidates"]), int(task.golden_answers[0])
-        years = [self._people[one].year or 0 for one in order]
-        last, wanted = label if rng.random() < GOOD else 1, years[label - 1]
-        read = "".join(f" [{at}] {year} {'yes' if at == label else 'no'}" for at, year in enumerate(years[:last], 1))
-        return [f"<think> {DECADES[wanted // 10]} {wanted}{read}</think><answer>[{last}]</answer>"]
+        """Return ``<think> fifties 1951</think><answer>[2]</answer>``, or ``[1]`` without a year."""
+        best = shown(task, task.meta["candidates"])[int(task.golden_answers[0]) - 1]
+        year = self._people[best].year or 0
+        found, label = (f" {year}", task.golden_answers[0]) if rng.random() < GOOD else ("", "1")
+        return [f"<think> {DECADES[year // 10]}{found}</think><answer>[{label}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield every passage and question, and the words of a thought."""
-        yield from (f" {passage.text} [ yes no" for passage in self.passages())
+        """Yield every passage and question."""
+        yield from (f" {passage.text}" for passage in self.passages())
         yield from (task.question for task in tasks)
