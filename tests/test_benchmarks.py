@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -262,6 +264,16 @@ def test_every_metric_has_a_goal_or_says_that_it_has_none() -> None:
     assert all(metric in (scale.__doc__ or "") for metric in scale.METRICS)
     with pytest.raises(UserError, match="got --only no_such, expected one of engine_parity, "):
         next(rollout.run(only="no_such"))
+
+
+@pytest.mark.slow
+def test_the_walks_of_a_trajectory_and_of_a_policy_version_do_not_grow() -> None:
+    printed = subprocess.run([sys.executable, "-m", "benchmarks.walks"], cwd=ROOT, capture_output=True, text=True)
+    sizes = re.findall(r"^(trajectory|policy version): (\d+) files, (\d+) carriers$", printed.stdout, re.MULTILINE)
+    assert [walk for walk, *_ in sizes] == ["trajectory", "policy version"], printed.stderr
+    (_, files, carriers), (_, files_of_weights, _) = sizes
+    assert (int(files) <= 32, int(carriers) <= 36, int(files_of_weights) <= 11) == (True,) * 3, printed.stdout
+    assert "  learners/packing.py" in printed.stdout and "  learners.packing.MicroBatch" in printed.stdout
 
 
 def invoke(*arguments: str) -> str:
