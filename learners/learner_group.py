@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from numpy.typing import NDArray
@@ -160,6 +160,7 @@ class LearnerGroup:
     def _count_restart(self, failure: _BrokenRankError, *, can_start: bool = True) -> None:
         """Count a restart; ``FleetError`` if none is possible or there were as many as allowed."""
         if not can_start or self.num_restarts == self._fault_tolerance.max_learner_restarts:
+            self._fleet.end_all()
             raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
         self.num_restarts += 1
 
@@ -193,7 +194,7 @@ class LearnerGroup:
 
         With actors the batches stay in the object store until a later state is saved; see ``begin_save``.
         """
-        if self.actors:
+        if self._local is None:
             batch_refs = [ref if isinstance(ref, ray.ObjectRef) else ray.put(ref) for ref in batch_refs]
         metrics: dict[str, float] = self._call("update", batch_refs)[0]
         return metrics
@@ -310,13 +311,17 @@ class LearnerGroup:
             except _BrokenRankError as error:
                 failure = error
                 continue
-            if method in REPEATED_CALLS and self.actors and self._history is not None:  # else it ends with the driver
+            if (
+                method in REPEATED_CALLS and self._local is None and self._history is not None
+            ):  # else it ends with the driver
                 self._history.add(method, *arguments)
             return results
 
     def _call_once(self, method: str, *arguments: Any, num_returns: int = 1) -> list[Any]:
         if self._local is not None:
             return [getattr(self._local, method)(*arguments)]
+        if self._fleet.failure:
+            raise _BrokenRankError(self._fleet.failure)  # a rank hung while no call was open
         if self.is_stopped:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
         if num_returns == 1:
@@ -347,7 +352,7 @@ class LearnerGroup:
             for name, argument in calls:
                 self._call_once(name, argument)
         except KeyboardInterrupt:  # a state in between must not be saved
-            self._fleet.fail("interrupted")
+            self._fleet.end_all()
             raise
         logger.warning("learner group is back after %.0f s", time.monotonic() - started)
 
@@ -370,9 +375,12 @@ class LearnerGroup:
                 rank = self._fleet.members[refs.index(done[0])]
                 if isinstance(error, ActorUnavailableError):
                     self._fleet.wait_for_verdict(rank)
-                hang = self._fleet.failure
-                self._fleet.fail(f"{rank.name} failed")
-                _raise_cause(error, rank.name, hang)
+                cause = _cause(error, rank.name, self._fleet.failure)
+                if not isinstance(cause, _BrokenRankError):
+                    self._fleet.end_all()
+                    raise cause from (error if isinstance(cause, FleetError) else None)
+                self._fleet.fail(str(cause))
+                raise cause from error
         if is_update:
             for clock in self._clocks:
                 clock.end_work()
@@ -381,8 +389,8 @@ class LearnerGroup:
     def _find_stuck(self, waited_s: float, *, is_update: bool) -> None:
         """End all ranks, and so their calls, if one makes no progress or has never answered."""
         for rank, clock in zip(self._fleet.members, self._clocks, strict=True):
-            progress = rank.pulses[0].num_micro_batches if rank.is_up else None
-            if is_update and (reason := clock.look(progress)):
+            pulse = rank.pulses.get(0)
+            if is_update and (reason := clock.look(None if pulse is None else pulse.num_micro_batches)):
                 self._fleet.fail(f"{rank.name} hangs: {reason}")
             if waited_s > FIRST_ANSWER_S and not rank.is_up:
                 self._fleet.fail(f"{rank.name} has not answered in the {FIRST_ANSWER_S:g} s since it was started")
@@ -392,18 +400,18 @@ def _ask(actor: Any) -> Any:
     return actor.progress.options(concurrency_group=_HEALTH).remote()
 
 
-def _raise_cause(error: RayError, rank: str, hang: str) -> NoReturn:
-    """Raise what an error of Ray means that the call of a rank raised; ``hang`` is why all ranks were ended, if so."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
+def _cause(error: RayError, rank: str, hang: str) -> BaseException:
+    """Return what an error of Ray means that the call of a rank raised; ``hang`` is why all ranks were ended, if so."""
+    cause: BaseException = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RagR1Error) or is_no_room(cause):
-        raise cause from None
+        return cause
     if hang:
-        raise _BrokenRankError(hang) from error
+        return _BrokenRankError(hang)
     if cause is error and isinstance(cause, RayActorError | OutOfMemoryError):
-        raise _BrokenRankError(f"{rank} died: {last_line(error)}") from error
+        return _BrokenRankError(f"{rank} died: {last_line(error)}")
     if cause is error or isinstance(cause, RuntimeError | OSError):  # an error of Ray, torch, CUDA or gloo
-        raise _BrokenRankError(f"{rank} failed: {cause!r}") from error
-    raise FleetError(f"{rank} failed: {cause!r}; {_RESUME}") from error
+        return _BrokenRankError(f"{rank} failed: {cause!r}")
+    return FleetError(f"{rank} failed: {cause!r}; {_RESUME}")
 
 
 class LearnerWorker:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from learners_common import State, assert_same_arrays, make_config, make_groups, make_policy, pickle_by_value
-from small_world import descendants
+from small_world import descendants, wait_for
 from transformers import AutoModelForCausalLM
 
 from learners import call_history
@@ -143,7 +143,15 @@ def test_a_rank_that_hangs_in_an_update_is_replaced(
     assert "learner rank 1 hangs: it has not answered for" in caplog.text
     assert "hangs: it has made no progress for" in caplog.text  # the other rank waits for it
     assert not (policy_dir / "fail_1").exists()
+
+    state, num_restarts = group.get_state(), group.num_restarts
+    os.kill(group.foreach_learner(lambda learner: os.getpid())[0], signal.SIGSTOP)  # while nothing is asked of it
+    assert wait_for(lambda: not group.actors, 600)
+    assert_same_arrays(group.get_state(), state)
+    assert group.num_restarts == num_restarts + 1
     group.stop()
+    with pytest.raises(FleetError, match="was stopped"):
+        group.get_state()
 
 
 @pytest.mark.ray

@@ -403,6 +403,10 @@ class EnvRunnerGroup:
         self._finished.clear()
 
     def _dispatch(self) -> None:
+        with self.fleet.changed:  # a runner that is chosen has a process
+            self._send_pending()
+
+    def _send_pending(self) -> None:
         while self._pending and not self._is_held:
             runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
             if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
@@ -429,10 +433,11 @@ class EnvRunnerGroup:
             usual_s, takes_s = median(took_s), now - flight.sent_at
             if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
                 continue
-            idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
-            if idle is None:
-                return
-            twin = self._send(flight.request, idle)
+            with self.fleet.changed:
+                idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
+                if idle is None:
+                    return
+                twin = self._send(flight.request, idle)
             flight.twin, twin.twin = twin, flight
             flight.was_hedged = twin.was_hedged = True
             self._num_extra += 1
