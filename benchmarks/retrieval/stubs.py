@@ -68,5 +68,5 @@ def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
 
     fleet = ActorFleet("retriever", StubActor, [(str(index_dir), service_s)])
     fleet.scale_to(num_actors)
-    fleet.wait_until_ready(300)
+    fleet.fleet.wait_until_up(300)
     return fleet
