@@ -127,10 +127,8 @@ class Member(Generic[P]):
     @property
     def state(self) -> MemberState:
         """Its state."""
-        if self.is_lost:
-            return MemberState.LOST
-        if self.is_draining:
-            return MemberState.DRAINING
+        if self.is_lost or self.is_draining:
+            return MemberState.LOST if self.is_lost else MemberState.DRAINING
         return MemberState.READY if self.is_serving else MemberState.STARTING
 
 
@@ -376,8 +374,8 @@ class Fleet(Generic[P]):
             )
 
     def _note_error(self, member: Member[P], number: int, error: RayError) -> None:
-        if self._is_gang:  # the owner's call fails, too, and knows more
-            return
+        if self._is_gang:
+            return  # the owner's call fails, too, and knows more
         if isinstance(error, RayTaskError):  # the process is there, and cannot do its work
             member.num_failed_loads += not member.is_admitted
             if member.num_failed_loads < MAX_FAILED_LOADS:

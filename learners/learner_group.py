@@ -324,10 +324,10 @@ class LearnerGroup:
             raise _BrokenRankError(self._fleet.failure)  # a rank hung while no call was open
         if self.is_stopped:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
+        actors = [rank.actors[0] for rank in self._fleet.members]  # a call of one that was ended meanwhile fails
         if num_returns == 1:
-            calls = [getattr(actor, method).remote(*arguments) for actor in self.actors]
-            return self._wait(calls, method)
-        results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in self.actors]
+            return self._wait([getattr(actor, method).remote(*arguments) for actor in actors], method)
+        results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in actors]
         self._wait([first for first, *_ in results], method)
         return [last for *_, last in results]
 
@@ -376,10 +376,10 @@ class LearnerGroup:
                 if isinstance(error, ActorUnavailableError):
                     self._fleet.wait_for_verdict(rank)
                 cause = _cause(error, rank.name, self._fleet.failure)
-                if not isinstance(cause, _BrokenRankError):
+                if isinstance(cause, _BrokenRankError):
+                    self._fleet.fail(str(cause))
+                else:
                     self._fleet.end_all()
-                    raise cause from (error if isinstance(cause, FleetError) else None)
-                self._fleet.fail(str(cause))
                 raise cause from error
         if is_update:
             for clock in self._clocks:

@@ -131,13 +131,13 @@ def test_learners_and_engines_take_turns_and_learners_wait_for_an_engine_that_lo
         fleet = setup.fleet
         by_value.kill(list(fleet.receivers.values())[1], no_restart=False)
         deadline = time.monotonic() + 600
-        while not fleet.num_loading:
+        while not fleet.admissions:
             assert time.monotonic() < deadline, "the runner was not called again"
             setup.transport.catch_up()
             fleet.poll()
             time.sleep(0.05)
         setup.transport.make_room()
-        assert fleet.num_loading == 0
+        assert not fleet.admissions
         setup.version += 1
         setup.transport.publish(setup.version)
         wait_until_healed(fleet)

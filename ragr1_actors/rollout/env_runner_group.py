@@ -98,7 +98,7 @@ class EnvRunnerGroup:
         self.num_hedged = 0
         self._finished: list[FinishedGroup] = []
         self._num_in_flight: Counter[int] = Counter()  # trajectories that a runner, by index, has not returned
-        self._admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``
+        self.admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``, in which a runner may load its engine
         self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
         self._version: int | None = None  # published last, and its weights once they are here
         self._weights: Any = None
@@ -313,7 +313,7 @@ class EnvRunnerGroup:
     def expect(self, version: int) -> None:
         """Note a version that a transport publishes; runners that come back wait for ``offer``."""
         self._version, self._weights = version, None
-        self._admissions.clear()  # they may carry older weights
+        self.admissions.clear()  # they may carry older weights
 
     @property
     def needs_weights(self) -> bool:
@@ -330,16 +330,16 @@ class EnvRunnerGroup:
         for runner in filter(_waits, self.fleet.members):
             if self._version is None:
                 self.fleet.admit(runner.id)
-            elif runner.id in self._admissions:
+            elif runner.id in self.admissions:
                 self._read_admission(runner.id)
             elif self._weights is not None:
-                self._admissions[runner.id] = runner.actors[0].catch_up.remote(self._weights, self._version)
+                self.admissions[runner.id] = runner.actors[0].catch_up.remote(self._weights, self._version)
 
     def _read_admission(self, runner_id: MemberId) -> None:
-        if not ray.wait([self._admissions[runner_id]], timeout=0)[0]:
+        if not ray.wait([self.admissions[runner_id]], timeout=0)[0]:
             return
         try:
-            process = ray.get(self._admissions.pop(runner_id))
+            process = ray.get(self.admissions.pop(runner_id))
         except RayError as error:
             self.fleet.note_failure(runner_id, error)
             return
@@ -360,18 +360,13 @@ class EnvRunnerGroup:
         self.offer(weights)
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
-    @property
-    def num_loading(self) -> int:
-        """Runners that were called to catch up, and may load their engine."""
-        return len(self._admissions)
-
     def wait_for_restarts(self) -> None:
         """Wait for the runners that load their engine after a restart; one that takes too long is ended.
 
         Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
         """
         handles = {runner.id: runner.actors[0] for runner in self.fleet.members}
-        loading = {call: runner_id for runner_id, call in self._admissions.items() if runner_id in handles}
+        loading = {call: runner_id for runner_id, call in self.admissions.items() if runner_id in handles}
         for call, _ in wait_or_kill({call: handles[one] for call, one in loading.items()}, START_TIMEOUT_S):
             self._read_admission(loading[call])
 
@@ -403,15 +398,12 @@ class EnvRunnerGroup:
         self._finished.clear()
 
     def _dispatch(self) -> None:
-        with self.fleet.changed:  # a runner that is chosen has a process
-            self._send_pending()
-
-    def _send_pending(self) -> None:
-        while self._pending and not self._is_held:
-            runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
-            if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
-                return
-            self._send(self._pending.popleft(), runner)
+        with self.fleet.changed:  # so that a runner that is chosen has a process
+            while self._pending and not self._is_held:
+                runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
+                if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
+                    return
+                self._send(self._pending.popleft(), runner)
 
     def _send(self, request: GroupRequest, runner: Member[Pulse]) -> Flight:
         runner_id, process = runner.id, runner.pulses[0].process
