@@ -119,7 +119,7 @@ def test_groups_come_back_as_record_batches_with_their_summary(ray_local: Module
 def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     ray_local: ModuleType, group: EnvRunnerGroup
 ) -> None:
-    num_restarts = group.fleet.fleet.num_restarts
+    num_restarts = group.fleet.num_restarts
     pid = pids(group)[0]
     for index in range(20):
         group.submit(request(index))
@@ -132,7 +132,7 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     finished += drain(group)
     ids = [one.request.issue.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(40))
-    assert group.fleet.fleet.num_restarts == num_restarts + 1
+    assert group.fleet.num_restarts == num_restarts + 1
 
 
 @pytest.mark.slow
@@ -162,14 +162,14 @@ def test_a_runner_that_dies_while_idle_has_the_newest_weights_before_it_counts(
 ) -> None:
     weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
     group.update_weights(ray_local.put(weights), version=6)
-    num_restarts, before = group.fleet.fleet.num_restarts, pids(group)
+    num_restarts, before = group.fleet.num_restarts, pids(group)
     os.kill(before[0], signal.SIGKILL)
     # no call is open, so none fails; the fleet asks only once Ray has restarted the actor with the weights of the start
     assert wait_for(lambda: other_process(ray_local, group.actors[0], before[0]), 600)
     for index in range(8):
         group.submit(request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [6] * 8
-    assert group.fleet.fleet.num_restarts == num_restarts + 1
+    assert group.fleet.num_restarts == num_restarts + 1
     wait_until_healed(group)
 
 
