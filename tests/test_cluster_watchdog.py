@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from ray._private.state import state
-from ray.exceptions import RayActorError
 from ray.experimental.internal_kv import _internal_kv_get
 
 from cluster import watchdog
+from cluster.fleet import MAX_DEATHS, Fleet, MemberState, Process, Pulse
 from cluster.watchdog import LOOK_S, Finding, Watchdog, beating
+from ragr1_actors.core.errors import FleetError
 
 pytestmark = pytest.mark.ray
 
@@ -234,11 +235,11 @@ class Fragile:
             (folder / str(os.getpid())).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def ping(self) -> str:
-        return "loaded"
+    def pulse(self) -> Pulse:
+        return Pulse(Process.current())
 
 
-def test_actors_are_pinged_until_they_have_loaded(ray_local: ModuleType, tmp_path: Path) -> None:
+def test_a_fleet_waits_until_its_actors_have_loaded(ray_local: ModuleType, tmp_path: Path) -> None:
     actor_class = ray_local.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(Fragile)
     actors = []
     for num_deaths in (0, 2):
@@ -247,19 +248,27 @@ def test_actors_are_pinged_until_they_have_loaded(ray_local: ModuleType, tmp_pat
         actors.append(actor_class.remote(folder, num_deaths))
     while not list((tmp_path / "2").iterdir()):
         time.sleep(0.02)  # so that it is asked while it restarts
-    assert watchdog.pings(actors, WAIT_S) == ["loaded", "loaded"]
-    for actor in actors:
-        ray_local.kill(actor)
+    fleet = fleet_of(actors)
+    fleet.wait_until_up(WAIT_S)
+    assert fleet.num(MemberState.READY) == 2
+    fleet.stop()
+
+
+def fleet_of(actors: list[Any]) -> Fleet[Pulse]:
+    fleet = Fleet[Pulse]("loader", lambda index: [actors[index]], lambda actor: actor.pulse.remote(), 1_000.0)
+    fleet.scale_to(len(actors))
+    return fleet
 
 
 def test_an_actor_that_never_loads_is_an_error(ray_local: ModuleType, tmp_path: Path) -> None:
     actor_class = ray_local.remote(max_restarts=-1, max_task_retries=0, num_cpus=0)(Fragile)
     actors = [actor_class.remote(tmp_path, 1_000), actor_class.remote(tmp_path / "none", 0)]
     for actor in actors:
-        with pytest.raises(RayActorError):
-            watchdog.pings([actor], WAIT_S)
-        ray_local.kill(actor)
-    assert len(list(tmp_path.iterdir())) >= watchdog.MAX_DEATHS
+        fleet = fleet_of([actor])
+        with pytest.raises(FleetError, match=r"^loader 0 did not start: "):
+            fleet.wait_until_up(WAIT_S)
+        fleet.stop()
+    assert len(list(tmp_path.iterdir())) >= MAX_DEATHS
 
 
 def test_beating_does_nothing_outside_an_actor(ray_local: ModuleType) -> None:
