@@ -229,14 +229,14 @@ class Fleet(Generic[P]):
         before = self.members
         self.end_all()
         with self.changed:
-            self.failure = ""
             for member in before:
                 self._watch(Member(member.name, member.index, self._start(member.index), life=member.life + 1))
 
     def end_all(self) -> None:
-        """End all members."""
+        """End all members: none is left to restart."""
         for member in self.members:
             self.end(member)
+        self.failure = ""
 
     def stop(self) -> None:
         """End all members, and watch no more."""

@@ -311,9 +311,8 @@ class LearnerGroup:
             except _BrokenRankError as error:
                 failure = error
                 continue
-            if (
-                method in REPEATED_CALLS and self._local is None and self._history is not None
-            ):  # else it ends with the driver
+            # a learner in the driver ends with it
+            if method in REPEATED_CALLS and self._local is None and self._history is not None:
                 self._history.add(method, *arguments)
             return results
 

@@ -256,6 +256,9 @@ def test_in_a_gang_one_that_hangs_ends_all_and_all_start_in_their_next_life(kill
     world.fleet.restart()
     assert [member.id for member in world.fleet.members] == [MemberId(0, 2), MemberId(1, 2)]
     assert (world.fleet.failure, world.num_started, world.states()) == ("", 4, ["starting", "starting"])
+    world.fleet.fail("it cannot go on")
+    world.fleet.end_all()
+    assert (world.fleet.failure, world.fleet.members) == ("", []), "none is left to restart"
 
 
 def test_what_is_found_about_a_member_that_was_ended_changes_nothing(world: World) -> None:
