@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from envs.tasks.task_stats import Stats
 from ragr1_actors import Curriculum, Task
-from ragr1_actors.training.task_stats import Stats
 
 ENOUGH = 8
 """Trajectories after which a task that was right in all of them is skipped."""

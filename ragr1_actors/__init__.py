@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
     from envs.rewards import RewardResult as RewardResult
     from envs.search import SearchEnv as SearchEnv
     from envs.sources import TaskSource as TaskSource
+    from envs.tasks.curriculum import Curriculum as Curriculum
     from learners.learner import Learner as Learner
     from ragr1_actors.core.types import Completion as Completion
     from ragr1_actors.core.types import Record as Record
@@ -33,7 +34,6 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
     from ragr1_actors.rollout.strategy import RolloutStrategy as RolloutStrategy
     from ragr1_actors.training.algorithm import Algorithm as Algorithm
     from ragr1_actors.training.algorithm_config import AlgorithmConfig as AlgorithmConfig
-    from ragr1_actors.training.curriculum import Curriculum as Curriculum
     from retrieval.base import Passage as Passage
     from retrieval.base import Retriever as Retriever
 
@@ -42,7 +42,7 @@ _PUBLIC = {
     "AlgorithmConfig": "ragr1_actors.training.algorithm_config",
     "Answer": "envs.actions",
     "Completion": "ragr1_actors.core.types",
-    "Curriculum": "ragr1_actors.training.curriculum",
+    "Curriculum": "envs.tasks.curriculum",
     "Learner": "learners.learner",
     "Malformed": "envs.actions",
     "Passage": "retrieval.base",

@@ -13,10 +13,10 @@ from envs.base import StepResult
 from envs.search import SearchEnv
 from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Message, Task
+from ragr1_actors.lab.simulation.fleet import SimulatedRunners
+from ragr1_actors.lab.simulation.workload import Attempt, TurnShape
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.training.simulation.fleet import SimulatedRunners
-from ragr1_actors.training.simulation.workload import Attempt, TurnShape
 
 RESTART_S, HANG_TIMEOUT_S = 2.0, 3.0
 

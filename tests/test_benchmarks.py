@@ -30,9 +30,9 @@ from envs.actions import STOP_TAGS
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 from retrieval.base import Passage
 from retrieval.indexes.manifest import Manifest
 

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.learner import ablations
 from benchmarks.real.runs import FinishedRun
 from ragr1_actors.core.resolve import override, read_recipe, resolve
+from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
-from ragr1_actors.training.planning.preflight import check_classes
 
 
 def write_run(path: Path, em: float, gaps: Sequence[float], outside: float | None) -> FinishedRun:

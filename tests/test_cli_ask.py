@@ -23,10 +23,10 @@ from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Record, ToolCall, Turn
+from ragr1_actors.evaluation import asking
+from ragr1_actors.evaluation.asking import Asker
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
-from ragr1_actors.training.evaluation import asking
-from ragr1_actors.training.evaluation.asking import Asker
 from retrieval.base import Retriever
 
 pytestmark = pytest.mark.engine
@@ -266,7 +266,7 @@ def test_an_interrupt_during_an_answer_is_one_line(run: str, tmp_path: Path) -> 
 def test_an_answer_loads_nothing_that_only_training_needs(run: str) -> None:
     script = """
         import sys
-        from ragr1_actors.training.evaluation.asking import ask
+        from ragr1_actors.evaluation.asking import ask
         ask(sys.argv[1], "Where is the lamp ?")
         print([name for name in ("ray", "deepspeed", "tensorboard", "vllm", "learners.learner") if name in sys.modules])
     """

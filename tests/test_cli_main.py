@@ -430,7 +430,7 @@ main()
     ("module", "number", "advice"),
     [
         ("typer", signal.SIGTERM, "start the same command again"),
-        ("ragr1_actors.training.planning.preflight", signal.SIGINT, "start the same command again"),
+        ("ragr1_actors.planning.preflight", signal.SIGINT, "start the same command again"),
         ("ragr1_actors.training.stages", signal.SIGTERM, GO_ON),
         pytest.param("ragr1_actors.training.stages", signal.SIGINT, GO_ON, marks=pytest.mark.slow),
     ],

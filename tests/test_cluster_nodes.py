@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import ROOT, run_python
 
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 
 CLUSTER = """
     import os, shutil, subprocess, sys, tempfile, time

@@ -136,7 +136,7 @@ print("A THIRD NODE", place != second)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
+    from ragr1_actors.planning.tiny_policy import make_tiny_policy
 
     directory = make_files(tmp_path_factory.mktemp("files"))
     sizes = {"vocab_size": 400, "hidden_size": 32, "num_layers": 1, "num_heads": 2}

@@ -13,9 +13,9 @@ from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.files import answer_probe, reply_to, write_folder
+from ragr1_actors.planning.prepare import prepare, prepare_policy
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.data import prepare, prepare_policy
 
 HERE = socket.gethostname()
 

@@ -11,7 +11,7 @@ from small_world import invoke
 
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.model_code import check_code, find_code
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 
 REFUSED = r"brings Python code \(auto_map in {}\), which is not run"
 CODE = """

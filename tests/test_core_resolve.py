@@ -18,12 +18,12 @@ from ragr1_actors.core.config import GuardSettings, LoraSettings, RunnerAutoscal
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
+from ragr1_actors.planning.plan import count_passages
+from ragr1_actors.planning.preflight import check_classes, check_names
+from ragr1_actors.planning.tiny_policy import TinyPolicy
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.plan import count_passages
-from ragr1_actors.training.planning.preflight import check_classes, check_names
-from ragr1_actors.training.planning.tiny_policy import TinyPolicy
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.capacity import EncoderShape

@@ -12,8 +12,8 @@ from envs.demonstrations import Demonstrator, Habit, evidence_demonstration
 from envs.options import QueryFormat
 from envs.world import World, make_world
 from ragr1_actors.core.types import Task
+from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.data import prepare
 
 FORMATS: tuple[QueryFormat, ...] = get_args(QueryFormat)
 

@@ -34,13 +34,13 @@ from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, Run
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
 from ragr1_actors.core.mcp_settings import McpServer
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.planning.preflight import check_classes
+from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.store import find_store
-from ragr1_actors.training.planning.preflight import check_classes
-from ragr1_actors.training.planning.services import check_services
 
 pytestmark = pytest.mark.integration
 WORLD = str(Path(__file__).with_name("mcp_world.py"))

@@ -29,11 +29,11 @@ from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, Sam
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind, Trajectory
+from ragr1_actors.planning.preflight import check_names, check_tokenizer
 from ragr1_actors.rollout.chat_format import make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.training.planning.preflight import check_names, check_tokenizer
 from retrieval.base import Passage
 
 HERE = __name__

@@ -23,9 +23,9 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.sampler import Sampler
-from ragr1_actors.training.planning.preflight import check_classes
 from retrieval.base import Page, Passage
 from retrieval.build import build_index
 from retrieval.local import LocalRetriever, ReplayRetriever

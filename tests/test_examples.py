@@ -20,17 +20,16 @@ from envs.checker import check_reward, check_source, check_tool
 from envs.options import ToolOptions
 from envs.rewards import Reward, RewardContext
 from envs.sources import TaskSources
+from envs.tasks.task_stats import TaskStats
 from envs.tools.base import make_tools
 from examples.hop_curriculum import ByHops
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
 from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGroup
+from ragr1_actors.planning.preflight import check_classes, check_curriculum, try_curriculum
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.curriculum import try_curriculum
-from ragr1_actors.training.planning.preflight import check_classes, check_curriculum
-from ragr1_actors.training.task_stats import TaskStats
 from retrieval.base import Passage
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"

@@ -36,8 +36,8 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_files
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import StopReason, TokenKind, TrajectoryGroup
+from ragr1_actors.planning.preflight import check_classes, check_names
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.preflight import check_classes, check_names
 
 pytestmark = pytest.mark.engine
 

@@ -28,7 +28,7 @@ from learners.learner import Learner
 from learners.options import CorrectionKind, GroupOptions, learner_options
 from learners.train_batch import TrainBatch
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.training.planning.preflight import check_classes
+from ragr1_actors.planning.preflight import check_classes
 
 BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
     "truncate": (0.0, 1.5),

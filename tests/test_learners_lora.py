@@ -18,9 +18,9 @@ from learners.algorithms.ppo import PPOLearner
 from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 

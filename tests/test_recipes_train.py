@@ -12,11 +12,11 @@ from rich.console import Console
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import TINY, recipe_files
 from ragr1_actors.lab.methods import method_recipes, recipe_methods
+from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.preflight import check_names
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

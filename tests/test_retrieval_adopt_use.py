@@ -21,7 +21,7 @@ from http_stub import served
 from numpy.typing import NDArray
 from rich.console import Console
 from small_world import THINGS, a_persons_environment, invoke, make_config, make_files
-from test_training_evaluation import Reader
+from test_evaluation_evaluate import Reader
 
 from cluster.storage import Artifact, Storage
 from ragr1_actors.core.config import RetrievalSettings

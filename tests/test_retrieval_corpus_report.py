@@ -17,8 +17,8 @@ from small_world import invoke
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.planning.prepare import prepare_index
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.data import prepare_index
 from retrieval.base import Passage
 from retrieval.build import build_index, building_dir
 from retrieval.corpora import json_stream

@@ -30,13 +30,13 @@ from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings
 from ragr1_actors.core.errors import ConfigError, DataError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling, Task, TokenKind
+from ragr1_actors.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from ragr1_actors.rollout.engines import decoding
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
-from ragr1_actors.training.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from retrieval.base import Passage
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]

@@ -25,12 +25,12 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Completion, TokenKind
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.summary import summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 

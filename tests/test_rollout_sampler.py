@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ragr1_actors.evaluation.evaluated_policy import sampler_config
 from ragr1_actors.rollout.sampler import describe_loading
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.evaluation.evaluated_policy import sampler_config
 
 TWO = ["env_runners.num_env_runners=2"]
 HERE = ["env_runners.num_env_runners=0", "learners.num_learners=0"]

@@ -16,10 +16,10 @@ from small_world import ended
 from transformers import AutoModelForCausalLM
 
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 TIMEOUT_S = 600.0

@@ -22,12 +22,12 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Completion, Message, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
 from ragr1_actors.rollout.summary import summarize
-from ragr1_actors.training.planning.preflight import check_classes
 
 HERE = __name__
 TASK = Task("t", "Where?", ("Riga",))

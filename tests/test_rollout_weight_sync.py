@@ -25,11 +25,11 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
 from ragr1_actors.core.folders import SharedFolder
 from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = pytest.mark.engine
 

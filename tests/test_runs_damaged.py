@@ -24,13 +24,13 @@ from ragr1_actors.core.digests import LIST_FILE, write_list
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
 from ragr1_actors.core.files import LEARNER_FILE, read_learner
 from ragr1_actors.core.resolve import override, resolve
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = pytest.mark.engine

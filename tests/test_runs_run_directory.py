@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from envs.tasks.curriculum import Shuffle
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
 from ragr1_actors.core.types import Task
@@ -21,7 +22,6 @@ from ragr1_actors.runs.run_directory import (
 )
 from ragr1_actors.runs.store import find_store
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.curriculum import Shuffle
 from ragr1_actors.training.task_ledger import TaskLedger
 
 CONFIG = AlgorithmConfig().sft(num_steps=300).freeze()

@@ -24,6 +24,7 @@ from cluster.storage import Storage, share
 from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.core.files import write_json
+from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.report import EvalResult, RunReport
 from ragr1_actors.runs.run_directory import (
@@ -36,7 +37,6 @@ from ragr1_actors.runs.run_directory import (
 )
 from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
-from ragr1_actors.training.planning.preflight import check_sampler
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.fleet.group import RetrieverGroup
 

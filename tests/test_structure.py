@@ -144,7 +144,7 @@ def test_import_is_light() -> None:
 
 @pytest.mark.integration
 def test_a_recipe_is_checked_without_heavy_imports() -> None:
-    modules = "ragr1_actors.training.planning.preflight, ragr1_actors.cli.main"
+    modules = "ragr1_actors.planning.preflight, ragr1_actors.cli.main"
     assert run_python(f"import sys, {modules}; print([m for m in {HEAVY} if m in sys.modules])") == "[]\n"
 
 

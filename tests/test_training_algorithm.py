@@ -38,6 +38,9 @@ from ragr1_actors.core.files import read_json, read_tensors
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind, Trajectory
+from ragr1_actors.evaluation.asking import ask
+from ragr1_actors.evaluation.evaluate import evaluate
+from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
@@ -50,9 +53,6 @@ from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.buffer import rollout_metrics
-from ragr1_actors.training.data import prepare
-from ragr1_actors.training.evaluation.asking import ask
-from ragr1_actors.training.evaluation.evaluate import evaluate
 from ragr1_actors.training.stages import TrainingRun
 
 

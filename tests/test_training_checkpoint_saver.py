@@ -133,7 +133,7 @@ def test_a_checkpoint_is_due_after_minutes_too(tmp_path: Path, monkeypatch: pyte
     config = small_world.make_config(small_world.make_files(tmp_path), small_world.SHORT | {"num_steps": 3})
     config = changed(config, "checkpointing", interval=1000, interval_minutes=2, num_to_keep=9)
     now = 0.0
-    monkeypatch.setattr("ragr1_actors.training.data.overlap", lambda train, evaluation: [])
+    monkeypatch.setattr("ragr1_actors.planning.prepare.overlap", lambda train, evaluation: [])
     monkeypatch.setattr("ragr1_actors.training.stages.time", SimpleNamespace(monotonic=lambda: now))
     original, saved = Algorithm.train, []
 

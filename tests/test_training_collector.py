@@ -11,6 +11,8 @@ import pytest
 import torch
 from learners_common import make_groups
 
+from envs.tasks.curriculum import Curriculum, Shuffle
+from envs.tasks.task_stats import Stats, TaskStats
 from learners.advantages import group_advantages
 from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
@@ -20,9 +22,7 @@ from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.summary import GroupSummary, summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet, mean_lag
-from ragr1_actors.training.curriculum import Curriculum, Shuffle
 from ragr1_actors.training.task_ledger import TaskLedger
-from ragr1_actors.training.task_stats import Stats, TaskStats
 
 BATCH = 4
 TASK = Task("t", "?", ("a",))

@@ -19,15 +19,15 @@ from faulty_fleet import FaultyEnv, FaultyRunners, ShortAttempts, Weather
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Failure
+from ragr1_actors.lab.simulation.run import Simulator, Size
+from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
+from ragr1_actors.lab.simulation.workload import made_up_task
+from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
-from ragr1_actors.training.simulation.run import Simulator, Size
-from ragr1_actors.training.simulation.virtual_time import VirtualLoop
-from ragr1_actors.training.simulation.workload import made_up_task
 
 NUM_SCHEDULES, PER_TEST = 320, 80
 NUM_EPOCHS = 2

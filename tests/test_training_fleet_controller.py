@@ -12,13 +12,13 @@ import pytest
 from small_world import invoke, make_files, make_recipe, started, wait_for
 
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, withdraw_order, write_answer, write_order
 from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_decisions, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.preflight import check_names
 
 TIMEOUT_S = 300.0
 AUTOSCALING = "{max_replicas: 2, upscale_delay_s: 0, look_back_period_s: 2, target_ongoing_requests: 1, "

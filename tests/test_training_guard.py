@@ -20,6 +20,7 @@ from learners.deepspeed.deepspeed_engine import Schedule
 from ragr1_actors.core.config import GuardSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.types import Task
+from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -28,7 +29,6 @@ from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.data import prepare
 from ragr1_actors.training.guard import RULES, Guard
 from ragr1_actors.training.stages import TrainingRun
 

@@ -10,10 +10,10 @@ from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Trajectory
+from ragr1_actors.evaluation.evaluate import eval_result
+from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.rollout.summary import GroupSummary
 from ragr1_actors.runs.report import RunReport, StageReport, TaskCounts, _table_rows
-from ragr1_actors.training.evaluation.evaluate import eval_result
-from ragr1_actors.training.planning.preflight import check_names
 
 
 def cautious(trajectory: Trajectory) -> float:

@@ -38,7 +38,9 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.report_page import facts
+from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
+from ragr1_actors.evaluation.evaluated_policy import EvalRequest
+from ragr1_actors.pages.report import facts
 from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import RunReport, read_report
@@ -47,8 +49,6 @@ from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
-from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
 from ragr1_actors.training.stages import TrainingRun
 
 

@@ -21,11 +21,12 @@ from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.stored_groups import StoredGroups, problem_of_arrays
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.collector import BatchCollector
 from ragr1_actors.training.stages import TrainingRun
-from ragr1_actors.training.stored_groups import StoredFleet, StoredGroups, problem_of_arrays, training_fleet
+from ragr1_actors.training.stored_fleet import StoredFleet, training_fleet
 
 
 class NoFleet:

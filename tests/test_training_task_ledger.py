@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envs.tasks.curriculum import Adaptive, Curriculum, Shuffle
+from envs.tasks.task_stats import Stats, TaskStats
 from ragr1_actors.core.errors import ConfigError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.issue import Issue
 from ragr1_actors.runs.checkpoint import Books
-from ragr1_actors.training.curriculum import Adaptive, Curriculum, Shuffle
 from ragr1_actors.training.task_ledger import TaskLedger
-from ragr1_actors.training.task_stats import Stats, TaskStats
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
 

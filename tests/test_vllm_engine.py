@@ -20,10 +20,10 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from ragr1_actors.core.errors import EngineDeadError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import SHARED_MEMORY, STREAM_TOKENS, VLLMEngine
 from ragr1_actors.rollout.engines.vllm_worker import NcclEngine
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
 any_model_runner = pytest.mark.skipif(

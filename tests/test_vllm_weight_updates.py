@@ -26,11 +26,11 @@ from learners.deepspeed.deepspeed_engine import WholeTensor
 from ragr1_actors.core.errors import EngineError, TransferError
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
+from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines import vllm_engine
 from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
 from ragr1_actors.rollout.weight_sync import Delivery, send
-from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 SCALING = 2.0

@@ -14,7 +14,7 @@ import torch
 
 from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.training.planning.tiny_policy import train_tokenizer
+from ragr1_actors.planning.tiny_policy import train_tokenizer
 
 SMOLLM2 = Path("models/SmolLM2-135M-Instruct")
 """Made by ``python -m benchmarks.real.models``; where it is, the shape ``135m`` has its weights."""

@@ -103,7 +103,7 @@ def make_policy(directory: Path) -> None:
 
     vLLM's CPU build wants heads of 32 or more; these have 64.
     """
-    from ragr1_actors.training.planning.tiny_policy import make_tiny_policy
+    from ragr1_actors.planning.tiny_policy import make_tiny_policy
 
     make_tiny_policy(
         directory,

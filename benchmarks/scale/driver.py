@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from benchmarks.measurement import log
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.lab.simulation.run import Simulator, Size
+from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
+from ragr1_actors.lab.simulation.workload import DrawnWorkload, made_up_task
+from ragr1_actors.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.collector import BatchCollector
-from ragr1_actors.training.planning.plan import GPUS, Machine, make_pace
-from ragr1_actors.training.simulation.run import Simulator, Size
-from ragr1_actors.training.simulation.virtual_time import VirtualLoop
-from ragr1_actors.training.simulation.workload import DrawnWorkload, made_up_task
 from retrieval.base import Passage
 
 NUM_RUNNERS, NUM_RETRIEVERS, PER_RUNNER = 512, 64, 8

@@ -19,10 +19,10 @@ from benchmarks.measurement import log
 from benchmarks.scale.clusters import free_port, wait_for_head
 from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.training.simulation.workload import made_up_task
 
 SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations=1", "evaluation.num_tasks=1"]
 """What the quickstart needs to reach its first iteration."""

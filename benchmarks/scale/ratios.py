@@ -24,7 +24,7 @@ elastic_em               EM of the quickstart, autoscaled ÷ fixed fleets, nodes
 elastic_actor_s          seconds of runners and retrievers in RL, as in elastic_em           <= 1
 ======================== =================================================================== =======
 
-All but ``driver_cores`` and the last four are simulated (``ragr1_actors/training/simulation``) and repeat to the bit,
+All but ``driver_cores`` and the last four are simulated (``ragr1_actors/lab/simulation``) and repeat to the bit,
 but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describes the loads.
 ``driver_cores`` is CPU seconds per group of a driver with real actors and as many groups in flight, times the groups
 per second of the simulated fleet.
@@ -45,11 +45,11 @@ from pathlib import Path
 from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
 from benchmarks.scale import elastic, latency, loads
 from benchmarks.scale.latency import Wait
+from ragr1_actors.lab.simulation.run import Simulation, Size, simulate
+from ragr1_actors.lab.simulation.workload import DrawnWorkload
+from ragr1_actors.planning.pace import LearnerPace, Pace
+from ragr1_actors.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.planning.pace import LearnerPace, Pace
-from ragr1_actors.training.planning.plan import GPUS, Machine, make_pace
-from ragr1_actors.training.simulation.run import Simulation, Size, simulate
-from ragr1_actors.training.simulation.workload import DrawnWorkload
 
 _THROUGHPUT, _HOURS = Goal(0.9, at_least=True), Goal(0.6, at_least=False)
 _BY_LOAD = {

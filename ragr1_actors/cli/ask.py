@@ -45,8 +45,8 @@ def ask(
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.core.progress_bar import elapsed_time
+        from ragr1_actors.evaluation.asking import Asker, answer_as_json
         from ragr1_actors.rollout.trajectory_loop import Watch
-        from ragr1_actors.training.evaluation.asking import Asker, answer_as_json
 
     with (
         InterruptGuard() as guard,

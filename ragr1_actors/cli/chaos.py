@@ -1,281 +1,29 @@
-"""``ragr1 chaos``: trains a recipe while its processes are killed and stopped and its files are damaged, and counts.
-
-::
-
-    ragr1 train RECIPE ──► a process is killed or stopped ──► the run logs progress ──► the next one
-            ▲                        │
-            ├── with --auto-resume ──┘ the driver was killed
-            └── the file is restored ◄── the product names it ◄── ask, --auto-resume ◄── a file is damaged ◄── SIGTERM
-"""
+"""``ragr1 chaos``: trains a recipe while its processes are killed and stopped and its files are damaged, and counts."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import re
-import shutil
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from ragr1_actors.cli import JsonOption, console, print_error, print_json, print_line
-from ragr1_actors.cli.damage import Damage, draw_damage
 from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 if TYPE_CHECKING:
-    import psutil
-
     from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.lab.chaos import HitCounts, Tally
     from ragr1_actors.runs.report import RunReport
 
-DRIVER = "driver"
-ACTORS = {
-    "env runner": "EnvRunnerActor",
-    "retriever": "RetrieverActor",
-    "encoder": "EncoderActor",
-    "learner": "LearnerWorker",
-}
-"""The class of each kind; Ray names a worker process after it."""
 FLEETS = {"env runner": "runners", "retriever": "retrievers", "encoder": "encoders", "learner": "learners"}
 """What an order to a live run calls them."""
-ANSWER_TIMEOUT_S = 300.0
-"""A run answers between two searches or updates, also while it recovers from the kill before."""
-LOG = "chaos.log"
-"""Beside the run directory: what the drivers printed."""
-RUNNER_SHARE = 2 / 3
-"""Of the hangs, those of env runners, which come while weights are about to move: then everybody waits for them."""
-RL_SHARE = 0.75
-"""Share of the kills and of the other hangs that come in RL, where all kinds of actors work."""
-_LOOK_INTERVAL_S = 0.2
-_SHORT_INTERVAL_S = 0.02
-"""Between two looks for a moment that lasts as long as one update."""
-_BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.{,500} is back after (\d+) s")
-_QUESTION = "Where was Ana Bell born?"
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What happens to a process, or to a file: ``Hit("retriever", "kill", "rl", 7)``."""
-
-    kind: str
-    """Of the process; empty for a file."""
-    deed: Literal["kill", "hang", "flip"]
-    stage: str
-    iteration: int
-    """It happens once this iteration of the stage, or step of SFT, is logged; 0 is at once."""
-
-    def __str__(self) -> str:
-        """``"rl 7: kill retriever"``."""
-        return f"{self.stage} {self.iteration}: {self.deed} {self.kind}".rstrip()
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How many of each there are."""
-
-    kills: int
-    hangs: int = 0
-    flips: int = 0
-
-
-def schedule(plan: Plan, kinds: Sequence[str], lengths: Mapping[str, int], seed: int) -> list[Hit]:
-    """Return kills of every kind as many, up to one, hangs and flips, spread over the stages of the given lengths.
-
-    ``lengths`` are ``{"sft": steps, "rl": iterations}``. RL gets ``RL_SHARE`` of the kills and of the hangs, if there
-    is SFT, and all hangs of env runners and all flips: before, no weights move, and there may be no checkpoint.
-    """
-    rng = random.Random(f"chaos {seed}")
-    runner, others = next(iter(ACTORS)), [kind for kind in kinds if kind not in (DRIVER, next(iter(ACTORS)))]
-    num_runners = round(plan.hangs * (RUNNER_SHARE if others else 1)) if runner in kinds else 0
-    anywhere = [("kill", kind) for kind in _in_turn(kinds, plan.kills, rng)]
-    anywhere += [("hang", kind) for kind in _in_turn(others, plan.hangs - num_runners, rng)]
-    rng.shuffle(anywhere)
-    num_in_sft = len(anywhere) - round(len(anywhere) * RL_SHARE) if lengths["sft"] else 0
-    in_rl = [*anywhere[num_in_sft:], *([("hang", runner)] * num_runners), *([("flip", "")] * plan.flips)]
-    rng.shuffle(in_rl)
-    hits = []
-    for stage, deeds in (("sft", anywhere[:num_in_sft]), ("rl", in_rl)):
-        for index, (deed, kind) in enumerate(deeds):
-            at = int((index + rng.random()) / len(deeds) * (lengths[stage] - 1))
-            hits.append(Hit(kind, deed, stage, at))  # type: ignore[arg-type]  # of the lists above
-    return hits
-
-
-def _in_turn(kinds: Sequence[str], count: int, rng: random.Random) -> list[str]:
-    return list(itertools.islice(itertools.cycle(rng.sample(kinds, len(kinds))), count))
-
-
-@dataclass
-class Tally:
-    """What the run had to stand, and what it noticed."""
-
-    kills: int = 0
-    hangs: int = 0
-    hangs_noticed: int = 0
-    flips: int = 0
-    silent: int = 0
-    """Damaged files that were used without a word."""
-    unnamed: int = 0
-    """Damaged files that were refused by a message that does not name them."""
-    noticed_s: list[float] = field(default_factory=list)
-    """From the stop of a process to its end by the run."""
-    back_s: dict[str, list[float]] = field(default_factory=dict)
-    """By kind: until it works again."""
-
-    @property
-    def num_hits(self) -> int:
-        """All of them."""
-        return self.kills + self.hangs + self.flips
-
-
-def _position(stage: str, iteration: int) -> tuple[int, int]:
-    """Order the lines of the metrics; the evaluation before RL ends the SFT."""
-    return {"eval_start": 0, "sft": 0, "eval_sft": 1, "rl": 1, "eval_rl": 2}[stage], iteration
-
-
-class Victim:
-    """A run in a process of the operating system, which is started again with ``--auto-resume`` after it was killed."""
-
-    def __init__(self, recipe: str, overrides: Sequence[str], run_dir: Path, hang_timeout_s: float) -> None:
-        """Start the run, which should notice a hang after ``hang_timeout_s``; its output is appended to ``LOG``."""
-        self.patience_s = ANSWER_TIMEOUT_S + hang_timeout_s
-        self._command = [sys.executable, "-m", "ragr1_actors", "train", recipe, *overrides]
-        self._command += ["--run-dir", str(run_dir), "--auto-resume"]
-        self.run_dir = run_dir
-        self.log = run_dir.parent / f"{run_dir.name}.{LOG}"
-        self.start()
-
-    def start(self) -> None:
-        """Start the run, or go on with it."""
-        import psutil
-
-        with self.log.open("ab") as output:
-            self.driver = psutil.Popen(self._command, stdout=output, stderr=subprocess.STDOUT)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the driver's process is gone."""
-        return self.driver.poll() is not None
-
-    def find(self, kind: str) -> list[psutil.Process]:
-        """Return the processes of a kind that are there, without those that this command has stopped."""
-        if kind == DRIVER:
-            return [] if self.has_ended else [self.driver]
-        found = []
-        for process in self.driver.children(recursive=True):
-            if self._title(process).startswith(f"ray::{ACTORS[kind]}"):
-                found.append(process)
-        return found
-
-    def _titles(self, kind: str) -> list[str]:
-        return [self._title(process) for process in self.find(kind)]
-
-    @staticmethod
-    def _title(process: psutil.Process) -> str:
-        """Return what Ray calls a process, such as ``ray::LearnerWorker.update``; "" if it has stopped or ended."""
-        import psutil
-
-        try:
-            is_worker = process.name().startswith("ray::") and process.status() != psutil.STATUS_STOPPED
-            return str(process.cmdline()[0]) if is_worker else ""
-        except (psutil.NoSuchProcess, IndexError):  # it has just ended
-            return ""
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return what the run has logged."""
-        from ragr1_actors.runs.telemetry.metrics import read_metrics
-
-        try:
-            return read_metrics(self.run_dir)
-        except RunDirectoryError:  # it has not begun
-            return []
-
-    def wait_for_progress(self, before: list[dict[str, Any]]) -> bool:
-        """Return once the run has logged another row, or False once it has ended before.
-
-        A run that goes on from a checkpoint leaves out the rows after it first.
-        """
-        fewest = len(before)
-        while True:
-            has_ended, number = self.has_ended, len(self.rows())
-            if number > fewest:
-                return True
-            if has_ended:
-                return False
-            fewest = number
-            time.sleep(_LOOK_INTERVAL_S)
-
-    def wait_for_update(self) -> None:
-        """Return while a learner rank learns from a batch, behind which weights move.
-
-        Ray names a process after the method that it runs. A run whose learner is no actor, or whose updates are too
-        short to be seen, is taken after the second row from now.
-        """
-        most = len(self.rows()) + 2
-        while not self.has_ended and len(self.rows()) < most:
-            for _ in range(round(_LOOK_INTERVAL_S / _SHORT_INTERVAL_S)):
-                if any("update" in title for title in self._titles("learner")):
-                    return
-                time.sleep(_SHORT_INTERVAL_S)
-
-    def wait_for(self, hit: Hit) -> None:
-        """Return once the run is where the hit is planned, or behind it, or has ended."""
-        planned = _position(hit.stage, hit.iteration)
-        while not self.has_ended:
-            if any(_position(row["stage"], row["iteration"]) >= planned for row in self.rows()[-1:]):
-                return
-            time.sleep(_LOOK_INTERVAL_S)
-
-    def choose(self, kind: str, rng: random.Random) -> psutil.Process | None:
-        """Return a process of the kind, once there is one; None if the run has ended before."""
-        while not (found := self.find(kind)):
-            if self.has_ended:
-                return None
-            time.sleep(_LOOK_INTERVAL_S)
-        return rng.choice(found)
-
-    def stop(self) -> None:
-        """Have the run write a checkpoint and end."""
-        self.driver.terminate()
-        self.driver.wait()
-
-    def ask(self) -> str:
-        """Return what ``ragr1 ask`` says about the run as it is on the disk."""
-        command = [sys.executable, "-m", "ragr1_actors", "ask", str(self.run_dir), _QUESTION]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        return done.stdout.decode(errors="replace")
-
-    def said(self, since: int = 0) -> str:
-        """Return what the drivers have printed, from a byte of the log on."""
-        return self.log.read_bytes()[since:].decode(errors="replace")
-
-    def recoveries(self) -> Iterator[tuple[str, float]]:
-        """Yield kind and seconds of every return that the run has printed."""
-        for line in self.said().splitlines():
-            if found := _BACK.search(line):
-                yield found[1], float(found[2])
-
-
-@contextmanager
-def _ended(victim: Victim) -> Iterator[None]:
-    """End the run with the block."""
-    try:
-        yield
-    finally:
-        if not victim.has_ended:
-            victim.driver.terminate()
-            victim.driver.wait()
 
 
 def chaos(
@@ -315,11 +63,15 @@ def chaos(
     place = run_dir or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
-    _train(recipe, overrides or [], Plan(kills, hangs, flips), seed, place, as_json=as_json)
+    from ragr1_actors.lab.chaos import HitCounts
+
+    _train(recipe, overrides or [], HitCounts(kills, hangs, flips), seed, place, as_json=as_json)
 
 
 def _kinds(config: RunConfig) -> list[str]:
     """Return the kinds of which a run has actors."""
+    from ragr1_actors.lab.chaos import ACTORS
+
     sizes = (
         config.env_runners.num_env_runners,
         config.retrieval.num_retrievers,
@@ -331,6 +83,7 @@ def _kinds(config: RunConfig) -> list[str]:
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
     """Order a run under way to kill some of its actors; its driver and other runs are left alone."""
     from ragr1_actors.cli.scale import check_under_way, give_order
+    from ragr1_actors.lab.chaos import ANSWER_TIMEOUT_S, LOOK_INTERVAL_S
     from ragr1_actors.runs.store import find_store
 
     store = find_store(run)
@@ -347,30 +100,31 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
         while (answer := give_order(store, order, ANSWER_TIMEOUT_S)).is_refused:  # it has lost the last one of a kind
             if time.monotonic() > deadline:
                 raise UserError(f"the run refused: {answer.message}")
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(LOOK_INTERVAL_S)
         print_line(f"{number + 1} of {kills}: {answer.message}")
     print_line(f"the run counts what it lost: {advised('report', run)}, once it has ended")
 
 
-def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path, *, as_json: bool) -> None:
+def _train(recipe: str, overrides: list[str], counts: HitCounts, seed: int, place: Path, *, as_json: bool) -> None:
+    from ragr1_actors.lab.chaos import DEEDS, DRIVER, Tally, Victim, ended, schedule
     from ragr1_actors.runs.report import read_report
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     overrides = ["checkpointing.interval=1", *overrides]
     config = AlgorithmConfig.from_recipe(recipe).override(overrides).freeze()
     lengths = {"sft": config.sft.num_steps, "rl": config.training.num_iterations}
-    hits = schedule(plan, [DRIVER, *_kinds(config)], lengths, seed)
+    hits = schedule(counts, [DRIVER, *_kinds(config)], lengths, seed)
     rng, tally, say = random.Random(seed), Tally(), print_error if as_json else print_line
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {place}: {error.strerror}; choose another --run-dir") from error
-    patient = f"debugging.fault_tolerance.max_learner_restarts={plan.kills + plan.hangs}"
+    patient = f"debugging.fault_tolerance.max_learner_restarts={counts.kills + counts.hangs}"
     victim = Victim(recipe, [*overrides, patient], place, config.debugging.fault_tolerance.hang_timeout_s)
-    with _ended(victim):
+    with ended(victim):
         for hit in hits:
             victim.wait_for(hit)
-            outcome = _DEEDS[hit.deed](victim, hit, rng, tally)
+            outcome = DEEDS[hit.deed](victim, hit, rng, tally)
             if outcome is None:
                 break
             say(f"{hit}{outcome}")
@@ -393,89 +147,9 @@ def _train(recipe: str, overrides: list[str], plan: Plan, seed: int, place: Path
         raise UserError(f"the run ended after {tally.num_hits} of {len(hits)} hits; take fewer, or a longer run")
 
 
-def _kill(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Kill a process and wait for progress; return what to print of it, None if the run has ended before."""
-    process, before, hit_at = victim.choose(hit.kind, rng), victim.rows(), time.monotonic()
-    if process is None:
-        return None
-    process.kill()
-    tally.kills += 1
-    if process is victim.driver:
-        victim.driver.wait()
-        victim.start()
-    if victim.wait_for_progress(before) and hit.kind == DRIVER:
-        tally.back_s.setdefault(DRIVER, []).append(time.monotonic() - hit_at)
-    return ""
-
-
-def _hang(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Stop a process until the run ends it, and wait for progress; as ``_kill``."""
-    if hit.kind == next(iter(ACTORS)):
-        victim.wait_for_update()
-    process, before, hit_at = victim.choose(hit.kind, rng), victim.rows(), time.monotonic()
-    if process is None:
-        return None
-    process.send_signal(signal.SIGSTOP)
-    tally.hangs += 1
-    while process.is_running() and not victim.has_ended:
-        if time.monotonic() - hit_at > victim.patience_s:
-            process.send_signal(signal.SIGCONT)
-            return f": not noticed in {victim.patience_s:.0f} s"
-        time.sleep(_LOOK_INTERVAL_S)
-    if victim.has_ended:
-        return ": not noticed before the run ended"
-    took_s = time.monotonic() - hit_at
-    tally.hangs_noticed += 1
-    tally.noticed_s.append(took_s)
-    victim.wait_for_progress(before)
-    return f": noticed after {took_s:.0f} s"
-
-
-def _flip(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Stop the run, damage a file, and see whether ``ask`` or the run names it; go on without the damage."""
-    from ragr1_actors.runs.report import REPORT_JSON
-
-    victim.stop()
-    if (victim.run_dir / REPORT_JSON).is_file():
-        return None
-    damage = draw_damage(victim.run_dir, rng)
-    damage.apply()
-    tally.flips += 1
-    before, mark = victim.rows(), victim.log.stat().st_size
-    if damage.is_named_in(said := victim.ask()):
-        outcome = "named by ask"
-    else:
-        victim.start()
-        goes_on = victim.wait_for_progress(before)
-        outcome = _judge(damage, said := victim.said(mark), tally, goes_on=goes_on)
-    checkpoint = damage.checkpoint_to_delete(said) if victim.has_ended and rng.random() < 0.5 else None
-    if checkpoint is not None:
-        shutil.rmtree(checkpoint)
-        outcome += f", which goes on without {checkpoint.name}"
-    else:
-        damage.undo()
-    if victim.has_ended:
-        before = victim.rows()
-        victim.start()
-        victim.wait_for_progress(before)
-    return f" {damage}, {outcome}"
-
-
-def _judge(damage: Damage, said: str, tally: Tally, *, goes_on: bool) -> str:
-    """Return what the run made of a damaged file, and count what it should not have made."""
-    if damage.is_named_in(said):
-        return "named by the run"
-    if goes_on:
-        tally.silent += 1
-        return "used without a word"
-    tally.unnamed += 1
-    return f"refused without its name: {said.strip().splitlines()[-1] if said.strip() else 'nothing was said'}"
-
-
-_DEEDS = {"kill": _kill, "hang": _hang, "flip": _flip}
-
-
 def _table(report: RunReport, tally: Tally) -> Table:
+    from ragr1_actors.lab.chaos import ACTORS, DRIVER
+
     title = f"{tally.kills} processes killed, {tally.hangs} stopped, {tally.flips} files damaged"
     table = Table(title=title, show_header=False)
     for name in ("issued", "trained", "failed", "skipped", "lost", "doubled"):

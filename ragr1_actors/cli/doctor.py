@@ -258,8 +258,8 @@ def _cuda(driver: str) -> Finding:
 
 def _disk_of(recipe: str) -> tuple[int, str]:
     """Return the bytes on disk of a run, and what they are for; without its index, if that is not known yet."""
+    from ragr1_actors.planning.plan import count_passages, make_plan, this_machine
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.planning.plan import count_passages, make_plan, this_machine
 
     config = AlgorithmConfig.from_recipe(recipe).freeze()
     try:

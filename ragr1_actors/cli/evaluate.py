@@ -23,8 +23,8 @@ from ragr1_actors.cli import (
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
+    from ragr1_actors.evaluation.evaluated_policy import Endpoint, EvalRequest
     from ragr1_actors.runs.scores import TaskScore
-    from ragr1_actors.training.evaluation.evaluated_policy import Endpoint, EvalRequest
 
 NO_EXAMPLE = "YOUR QUESTION"
 
@@ -108,7 +108,7 @@ def evaluate(
 
     Answers are greedy unless env_runners.temperature=T is given.
     """
-    from ragr1_actors.training.evaluation.evaluated_policy import EvalRequest
+    from ragr1_actors.evaluation.evaluated_policy import EvalRequest
 
     words = [word for word in (source, *(overrides or [])) if word]
     is_named = bool(words) and not (endpoint and re.match(r"\w+(\.\w+)+=", words[0]))
@@ -124,7 +124,7 @@ def evaluate(
     )
     check_request(request, tasks, data, out, against)
     from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
-    from ragr1_actors.training.evaluation.evaluate import EvalTasks, evaluate_policy
+    from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
 
     which = EvalTasks(tasks or None, data, num_tasks, latency_tasks if latency else 0, against)
     with counted_bar(errors, "answering") as on_task:
@@ -148,7 +148,7 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
             ``--body`` is no JSON object.
     """
     from ragr1_actors.core.credentials import refuse_credentials
-    from ragr1_actors.training.evaluation.evaluated_policy import Endpoint
+    from ragr1_actors.evaluation.evaluated_policy import Endpoint
     from retrieval.http.retriever import check_url
 
     if bool(url) != bool(model):
@@ -193,8 +193,8 @@ def select(
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
     from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
-    from ragr1_actors.training.evaluation.selection import SelectionSettings
-    from ragr1_actors.training.evaluation.selection import select as select_tasks
+    from ragr1_actors.evaluation.selection import SelectionSettings
+    from ragr1_actors.evaluation.selection import select as select_tasks
 
     settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     with counted_bar(errors, "sampling") as on_task:
@@ -220,9 +220,9 @@ def check_request(
 ) -> None:
     """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
     from envs.tasks.published_sets import load_sets
+    from ragr1_actors.evaluation.evaluated_policy import open_policy
+    from ragr1_actors.planning.gpus import check_gpus
     from ragr1_actors.runs.scores import read_scores
-    from ragr1_actors.training.evaluation.evaluated_policy import open_policy
-    from ragr1_actors.training.planning.gpus import check_gpus
 
     check_gpus(open_policy(request).config)
     if tasks:

@@ -159,6 +159,9 @@ def train(
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with ended_during_imports(START_AGAIN):
         from cluster.submit import stop_warning
+        from ragr1_actors.planning.gpus import check_gpus
+        from ragr1_actors.planning.preflight import check_names
+        from ragr1_actors.planning.services import check_services
         from ragr1_actors.runs.layout import INDEX, POLICY
         from ragr1_actors.runs.run_directory import (
             holds_run,
@@ -168,9 +171,6 @@ def train(
         )
         from ragr1_actors.runs.store import find_store
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
-        from ragr1_actors.training.planning.gpus import check_gpus
-        from ragr1_actors.training.planning.preflight import check_names
-        from ragr1_actors.training.planning.services import check_services
 
     if warning := stop_warning():
         print_error(f"warning: {warning}", "yellow")
@@ -309,7 +309,7 @@ def report(
 def _write_page(store: RunStore, config: RunConfig, out: Path | None) -> Path:
     """Write the page of a run and return its path."""
     from cluster.storage import is_uri
-    from ragr1_actors.report_page.page import write_page
+    from ragr1_actors.pages.report.page import write_page
     from ragr1_actors.runs.report import REPORT_HTML, REPORT_JSON, read_report
 
     path = (out or (Path(REPORT_HTML) if is_uri(str(store)) else store.path / REPORT_HTML)).absolute()
@@ -332,8 +332,8 @@ def check_env(
     import asyncio
 
     from envs.checker import check_env as play
+    from ragr1_actors.planning.preflight import check_environment
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.planning.preflight import check_environment
 
     settings = AlgorithmConfig().override(overrides or []).freeze().environment
     _print_checks(asyncio.run(play(check_environment(name), settings)))
@@ -352,11 +352,10 @@ def check(
     import asyncio
 
     from envs.checker import check_reward, check_source, check_tool
+    from ragr1_actors.planning.agent_trial import try_agent
+    from ragr1_actors.planning.preflight import check_curriculum, check_strategy, try_curriculum
     from ragr1_actors.rollout.strategy import try_strategy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.curriculum import try_curriculum
-    from ragr1_actors.training.planning.agent_trial import try_agent
-    from ragr1_actors.training.planning.preflight import check_curriculum, check_strategy
 
     if kind != "agent" and ("=" in name or name.startswith("{")):
         raise UserError(f"got {name} where the name belongs; put it first: ragr1 check {kind} my_module:MyName {name}")
@@ -456,11 +455,11 @@ def main() -> None:
 
 def _begin(config: RunConfig, store: RunStore) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
+    from ragr1_actors.planning.gpus import check_gpus
+    from ragr1_actors.planning.micro_batch import fit_micro_batch
+    from ragr1_actors.planning.preflight import check_names, check_room
+    from ragr1_actors.planning.services import check_services
     from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
-    from ragr1_actors.training.planning.gpus import check_gpus
-    from ragr1_actors.training.planning.micro_batch import fit_micro_batch
-    from ragr1_actors.training.planning.preflight import check_names, check_room
-    from ragr1_actors.training.planning.services import check_services
 
     config = with_newest_policy(config)
     check_names(config)

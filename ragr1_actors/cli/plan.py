@@ -13,7 +13,7 @@ from ragr1_actors.cli import JsonOption, console, print_json, print_line
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
-    from ragr1_actors.training.planning.plan import Machine, Plan
+    from ragr1_actors.planning.plan import Machine, Plan
 
 GIB = 2**30
 
@@ -36,11 +36,11 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.core.resolve import named_folder
+    from ragr1_actors.planning.micro_batch import choose_micro_batch
+    from ragr1_actors.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
+    from ragr1_actors.planning.preflight import check_classes, check_tokenizer
     from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.planning.micro_batch import choose_micro_batch
-    from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
-    from ragr1_actors.training.planning.preflight import check_classes, check_tokenizer
 
     config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze())
     check_classes(config)

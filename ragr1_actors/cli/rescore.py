@@ -28,10 +28,10 @@ def rescore(
     """Compute the rewards of a run's trajectories again, with another reward. Nothing is sampled."""
     from ragr1_actors.core.resolve import override, resolve
     from ragr1_actors.core.schema import TRAJECTORIES
+    from ragr1_actors.evaluation.rescore import Rescored
+    from ragr1_actors.evaluation.rescore import rescore as compute
     from ragr1_actors.runs.run_directory import open_run_directory
     from ragr1_actors.runs.store import find_store
-    from ragr1_actors.training.evaluation.rescore import Rescored
-    from ragr1_actors.training.evaluation.rescore import rescore as compute
 
     store = find_store(run)
     sections = override(open_run_directory(store).model_dump(), [*(overrides or []), f"environment.reward={reward}"])

@@ -34,7 +34,7 @@ def serve(
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.core.progress_bar import elapsed_time
-        from ragr1_actors.training.evaluation.serving import PolicyServer, load_policy, run_policy_server
+        from ragr1_actors.evaluation.serving import PolicyServer, load_policy, run_policy_server
 
     with (
         InterruptGuard() as guard,

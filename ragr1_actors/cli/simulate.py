@@ -14,11 +14,11 @@ from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.training.planning.pace import Pace
-    from ragr1_actors.training.simulation.recorded import Recording
-    from ragr1_actors.training.simulation.run import Simulation
-    from ragr1_actors.training.simulation.study import Study
-    from ragr1_actors.training.simulation.workload import Workload
+    from ragr1_actors.lab.simulation.recorded import Recording
+    from ragr1_actors.lab.simulation.run import Simulation
+    from ragr1_actors.lab.simulation.study import Study
+    from ragr1_actors.lab.simulation.workload import Workload
+    from ragr1_actors.planning.pace import Pace
 
 BAR_WIDTH = 30
 _SHOWN_BATCH = 64
@@ -52,11 +52,11 @@ def simulate(
     and learners only take time: that of `ragr1 plan`, or what a run measured.
     """
     from ragr1_actors.core.progress_bar import counted_bar
+    from ragr1_actors.lab.simulation.recorded import read_recording
+    from ragr1_actors.lab.simulation.run import Size
+    from ragr1_actors.lab.simulation.study import study, with_autoscaling
     from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
-    from ragr1_actors.training.simulation.recorded import read_recording
-    from ragr1_actors.training.simulation.run import Size
-    from ragr1_actors.training.simulation.study import study, with_autoscaling
 
     seeds = [] if seed is None else [f"debugging.seed={seed}"]
     config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze())
@@ -80,8 +80,8 @@ def simulate(
 
 def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Workload]:
     """Return the times of ``ragr1 plan`` on machines with a kind of GPU, and attempts of its mean lengths."""
-    from ragr1_actors.training.planning.plan import GPUS, Machine, count_passages, make_pace
-    from ragr1_actors.training.simulation.workload import DrawnWorkload
+    from ragr1_actors.lab.simulation.workload import DrawnWorkload
+    from ragr1_actors.planning.plan import GPUS, Machine, count_passages, make_pace
 
     if gpu not in GPUS:
         raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")

@@ -28,10 +28,10 @@ def view(
     from cluster.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
+    from ragr1_actors.pages.viewer.index import PARTS, Index
+    from ragr1_actors.pages.viewer.server import ViewServer, run_view
     from ragr1_actors.runs.run_directory import open_run_directory
     from ragr1_actors.runs.store import find_store
-    from ragr1_actors.view.index import PARTS, Index
-    from ragr1_actors.view.server import ViewServer, run_view
 
     store = find_store(run)
     model = open_run_directory(store).policy.model

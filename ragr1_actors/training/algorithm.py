@@ -50,6 +50,10 @@ from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
+from ragr1_actors.evaluation.evaluate import eval_result
+from ragr1_actors.planning.preflight import check_names
+from ragr1_actors.planning.prepare import Workspace, draw_demonstrations, learnable, prepare
+from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
@@ -69,12 +73,8 @@ from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.checkpoint_saver import CheckpointSaver
 from ragr1_actors.training.collector import BatchCollector, mean_lag
-from ragr1_actors.training.data import Workspace, draw_demonstrations, learnable, prepare
-from ragr1_actors.training.evaluation.evaluate import eval_result
 from ragr1_actors.training.fleet_controller import FleetController
-from ragr1_actors.training.planning.preflight import check_names
-from ragr1_actors.training.planning.services import check_services
-from ragr1_actors.training.stored_groups import training_fleet
+from ragr1_actors.training.stored_fleet import training_fleet
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from envs.rewards import RewardContext
+from envs.tasks.curriculum import make_curriculum
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
@@ -25,7 +26,6 @@ from ragr1_actors.rollout.fleet_members import FinishedGroup
 from ragr1_actors.rollout.issue import GroupRequest, Issue
 from ragr1_actors.rollout.sampler import TaskSampling
 from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
-from ragr1_actors.training.curriculum import make_curriculum
 from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)

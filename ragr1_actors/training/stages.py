@@ -24,7 +24,8 @@ from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, on
 from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
-from ragr1_actors.report_page.page import write_page
+from ragr1_actors.pages.report.page import write_page
+from ragr1_actors.planning.prepare import Workspace, prepare
 from ragr1_actors.rollout.sampler import describe_loading, session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, Standing, checkpoint_name
 from ragr1_actors.runs.layout import INDEX, POLICY
@@ -56,7 +57,6 @@ from ragr1_actors.runs.telemetry.metrics import (
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock
-from ragr1_actors.training.data import Workspace, prepare
 from ragr1_actors.training.guard import Guard
 from ragr1_actors.training.profiling import largest_costs, write_timelines
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.tasks.curriculum import Curriculum, all_skipped, checked_order, checked_skip
+from envs.tasks.task_stats import NO_STATS, TaskStats, pack_stats, unpack_stats
 from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.issue import Issue
-from ragr1_actors.training.curriculum import Curriculum, all_skipped, checked_order, checked_skip
-from ragr1_actors.training.task_stats import NO_STATS, TaskStats, pack_stats, unpack_stats
 
 MAX_ERROR_CHARACTERS = 500
 _POSITION = np.dtype("<i4")

@@ -1,0 +1,181 @@
+"""Curriculum: which task comes next. The books, each task trained or skipped once per epoch, are ``TaskLedger``'s."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from operator import index
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envs.tasks.task_stats import Stats, TaskStats
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.resolve import blamed, make_part, place_of
+from ragr1_actors.core.section import Section
+from ragr1_actors.core.types import Task
+
+KEY = "environment.curriculum"
+
+
+class Curriculum(ABC):
+    """Orders the tasks of an epoch, and says which to skip; in a recipe, ``environment.curriculum=my_module:Mine``.
+
+    Its methods get what they decide by, and it keeps nothing itself: a resumed run makes it anew.
+    """
+
+    is_fixed: ClassVar[bool] = False
+    """Whether ``order`` is called at the start of an epoch only; else it is called again after each batch."""
+    options_class: ClassVar[type[Section] | None] = None
+    """Reads ``environment.curriculum_options``. None hands the mapping to the constructor as it is."""
+
+    def __init__(self, options: Any) -> None:
+        """Take the options of the recipe."""
+        self.options = options
+
+    @abstractmethod
+    def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return the positions of ``rest`` in the order in which its tasks shall come, each position once.
+
+        Args:
+            rest: the tasks of the epoch that were neither issued nor skipped, in the order of their files; those in
+                quarantine are among them, and are passed over when they come.
+            stats: of the trajectories that were trained.
+            epoch: from 0.
+            rng: the same for the same seed, epoch and number of tasks in ``rest``, also in a resumed run.
+        """
+
+    def skip(self, task: Task, stats: Stats) -> bool:
+        """Return whether this epoch passes over the task; asked when the task would come next."""
+        return False
+
+
+class Shuffle(Curriculum):
+    """``shuffle``: another random order in each epoch."""
+
+    is_fixed = True
+    options_class = Section
+
+    def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return a random order."""
+        return list(map(int, rng.permutation(len(rest))))
+
+
+class DifficultyOptions(Section):
+    """Options of ``difficulty``."""
+
+    field: str = "pass_rate"
+    """The field of the task file that has the pass rate; default: what ``ragr1 select`` writes."""
+
+
+class Difficulty(Curriculum):
+    """``difficulty``: easy tasks first, by the pass rate that the task file has; equal ones in random order."""
+
+    is_fixed = True
+    options_class = DifficultyOptions
+
+    def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return the order of falling pass rates; ``ConfigError`` on a task without one."""
+        return _ascending([-self._pass_rate(task) for task in rest], rng)
+
+    def _pass_rate(self, task: Task) -> float:
+        field = self.options.field
+        found = task.meta.get(field)
+        if isinstance(found, bool) or not isinstance(found, Real) or not np.isfinite(float(found)):
+            got = f"{field} {shortened(repr(found))}" if field in task.meta else f"no {field}"
+            raise ConfigError(
+                f"{KEY}: got {got} in task {task.task_id}, expected a number, as in the files that `ragr1 select` "
+                f"writes; train on such a file, or name another field: {KEY}_options={{field: ...}}"
+            )
+        return float(found)
+
+
+class Adaptive(Curriculum):
+    """``adaptive``: first the tasks that were passed about half of the time.
+
+    By the distance of their pass rate from 1/2, the nearest first and equal ones in random order. The reason: the
+    rewards of a group teach by their differences, and their variance p (1 - p) is largest at 1/2. A task without
+    trained trajectories counts as 1/4 away: the mean distance if every rate is as likely. It comes after those that are
+    known to be in the middle, and before those that are known to be near 0 or 1. The first epoch is a shuffle.
+    """
+
+    options_class = Section
+
+    def order(self, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator) -> Sequence[int]:
+        """Return the order of rising distances."""
+        return _ascending([self._distance(stats.get(task.task_id)) for task in rest], rng)
+
+    def _distance(self, known: TaskStats | None) -> float:
+        if known is None:
+            return 0.25
+        return abs(known.num_passed - known.num_trajectories / 2) / known.num_trajectories  # the same for 1/3 and 2/3
+
+
+CURRICULA: dict[str, type[Curriculum] | str] = {"shuffle": Shuffle, "difficulty": Difficulty, "adaptive": Adaptive}
+"""Curricula by the value of ``environment.curriculum``."""
+
+
+def make_curriculum(settings: EnvironmentSettings) -> Curriculum:
+    """Make the curriculum that a recipe names; ``ConfigError`` if there is none, or its options do not fit."""
+    return make_part(KEY, settings.curriculum, CURRICULA, settings.curriculum_options)
+
+
+def checked_order(
+    curriculum: Curriculum, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator
+) -> list[int]:
+    """Return what ``order`` returns; ``ConfigError`` with its file and line if that is no permutation, or it raises."""
+    with blamed(KEY, curriculum.order):
+        returned: Iterable[Any] = curriculum.order(list(rest), stats, epoch, rng)  # a copy, which it may change
+        try:
+            order = [index(position) for position in returned]
+        except TypeError:  # no sequence, or not of whole numbers
+            order = []
+    if sorted(order) == list(range(len(rest))):
+        return order
+    if not order:
+        got = shortened(repr(returned))
+    elif len(order) != len(rest):
+        got = f"{len(order):,} positions"
+    else:
+        times = Counter(order)
+        wrong = next(at for at in order if times[at] > 1 or not 0 <= at < len(rest))
+        got = f"position {wrong}" + (f" {times[wrong]} times" if times[wrong] > 1 else "")
+    raise _returned(curriculum.order, got, f"each of the {len(rest):,} positions from 0 to {len(rest) - 1} once")
+
+
+def checked_skip(curriculum: Curriculum, task: Task, stats: Stats) -> bool:
+    """Return what ``skip`` returns; ``ConfigError`` with its file and line if that is no bool, or it raises."""
+    with blamed(KEY, curriculum.skip):
+        found: object = curriculum.skip(task, stats)
+    if not isinstance(found, bool | np.bool_):
+        raise _returned(curriculum.skip, shortened(repr(found)), "True or False")
+    return bool(found)
+
+
+def all_skipped(curriculum: Curriculum, num_tasks: int, epoch: int) -> ConfigError:
+    """Return the error of an epoch in which nothing is left to train on."""
+    got = f"True for all of {num_tasks:,} tasks of epoch {epoch}"
+    return _returned(curriculum.skip, got, "False for some: nothing is left to train on")
+
+
+def check_first_epoch(curriculum: Curriculum, tasks: Sequence[Task], seed: int) -> None:
+    """Raise a ``ConfigError`` if the curriculum cannot order the tasks of a new run, or skips them all."""
+    stats: Stats = MappingProxyType({})
+    order = checked_order(curriculum, tasks, stats, 0, np.random.default_rng(seed))
+    if all(checked_skip(curriculum, tasks[at], stats) for at in order):
+        raise all_skipped(curriculum, len(tasks), 0)
+
+
+def _returned(method: Callable[..., Any], got: str, expected: str) -> ConfigError:
+    place = place_of(method) or "it"
+    return ConfigError(f"{KEY}: {method.__qualname__} returned {got}, expected {expected}; mend {place}")
+
+
+def _ascending(keys: Sequence[float], rng: np.random.Generator) -> list[int]:
+    """Return the positions by rising keys; those of equal keys in random order."""
+    shuffled = rng.permutation(len(keys))
+    return list(map(int, shuffled[np.argsort(np.array(keys)[shuffled], kind="stable")]))

@@ -1,0 +1,360 @@
+"""``ragr1 evaluate``: tasks answered with a policy, the scores of its answers, and their means.
+
+A ``Sampler`` answers, in this process, with what ``evaluated_policy.py`` opens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.leftovers import scratch_folder
+from envs.base import ENVS, TextEnv
+from envs.checker import stand_in_context
+from envs.measures import MEASURES, RATIOS
+from envs.sources import TaskSources
+from envs.tasks.files import overlap
+from envs.tasks.paths import NamedTasks, shown
+from envs.tasks.published_sets import load_sets
+from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.errors import DataError, FleetError
+from ragr1_actors.core.progress_bar import Shown, unseen
+from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.schema import groups_from_record_batch
+from ragr1_actors.core.types import Task
+from ragr1_actors.evaluation.evaluated_policy import (
+    EvalRequest,
+    EvaluatedPolicy,
+    open_policy,
+)
+from ragr1_actors.planning.gpus import check_gpus
+from ragr1_actors.planning.preflight import check_sampler
+from ragr1_actors.planning.prepare import prepare_index, split_tasks
+from ragr1_actors.planning.services import check_services
+from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
+from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
+from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.sampler import Sampler, describe_loading
+from ragr1_actors.rollout.summary import GroupSummary
+from ragr1_actors.runs.report import EvalResult
+from ragr1_actors.runs.scores import (
+    EvalSettings,
+    Latency,
+    TaskScore,
+    append_score,
+    check_shared,
+    latency,
+    only_writer,
+    open_scores,
+    score,
+    tasks_digest,
+)
+from ragr1_actors.runs.telemetry.metrics import mean_over, ratio
+from retrieval.base import needs_index
+
+logger = logging.getLogger(__name__)
+_IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What ``ragr1 evaluate`` found."""
+
+    policy: str
+    method: str
+    """``search``, or the baseline."""
+    decoding: str
+    """``greedy``, or temperature, top_p and seed."""
+    result: EvalResult
+    scores: tuple[TaskScore, ...]
+    latency: tuple[Latency, ...]
+    """One question at a time, then all at load; empty unless it was asked for."""
+    num_trained_on: int | None
+    """Questions of these tasks that are in the training file of run or recipe; None if this is not known."""
+
+
+@dataclass(frozen=True)
+class EvalTasks:
+    """Which tasks to answer."""
+
+    tasks: NamedTasks | None = None
+    """Files or names of published sets; None is what the run held out."""
+    data: Path | None = None
+    """Folder of the published sets; None is the hub."""
+    num_tasks: int | None = None
+    """The first ones only; None is all."""
+    num_alone: int = 0
+    """How many of the first tasks are answered one at a time besides, for their latency."""
+    against: Path | None = None
+    """Scores of another policy, which must have one of these tasks."""
+
+
+def evaluate(
+    path: str | Path,
+    *,
+    tasks: NamedTasks | None = None,
+    data: Path | None = None,
+    index: Path | None = None,
+    num_tasks: int | None = None,
+    out: Path | None = None,
+) -> EvalResult:
+    """Answer tasks greedily with a checkpoint, as its run does at the end of a stage; see ``evaluate_policy``.
+
+    ``path`` is a run directory, whose newest checkpoint is taken, or one of its checkpoints, such as
+    ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
+    index, and all tasks of the files, or as many held-out tasks as the run evaluates.
+    """
+    return evaluate_policy(EvalRequest(str(path), index=index), EvalTasks(tasks, data, num_tasks), out).result
+
+
+def evaluate_policy(
+    request: EvalRequest,
+    which: EvalTasks,
+    out: Path | None = None,
+    on_task: Callable[[int, int], None] = lambda done, total: None,
+    show: Shown = unseen,
+) -> Evaluation:
+    """Answer tasks with a run's policy, a model folder or an endpoint, by searching or by a baseline.
+
+    The answers are greedy, unless ``request.overrides`` set ``env_runners.temperature``.
+
+    ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
+    ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
+    and the result is over all. ``show`` is called with what loads, then ``on_task`` with the number of tasks done and
+    the number of all tasks.
+
+    Raises:
+        UserError: there is no such run, folder or endpoint, or a file cannot be used.
+        FleetError: every task failed.
+    """
+    subject = open_policy(request)
+    if which.num_alone:  # a question that is asked again must search again
+        requests = subject.config.retrieval.requests.model_copy(update={"cache_size": 0})
+        retrieval = subject.config.retrieval.model_copy(update={"requests": requests})
+        subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
+    _check_subject(subject, which)
+    found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
+    if which.against is not None:
+        check_shared(which.against, found)
+    num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
+    load = subject.config.env_runners.max_concurrent_trajectories
+    with only_writer(out):
+        passes = [_Pass(subject, shown(which.tasks or "held out"), found, load, out)]
+        if which.num_alone:
+            beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
+            passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
+        total = sum(len(one.tasks) for one in passes)
+
+        def report() -> None:
+            on_task(sum(len(one.scores) for one in passes), total)
+
+        if any(one.left for one in passes):
+            with _sampler_of(subject, show) as sampler:
+                report()
+                for one in passes:
+                    one.answer(sampler, report)
+    whole = passes[-1]
+    if whole.errors:
+        logger.warning("%d of %d agents failed; the last: %s", len(whole.errors), len(whole.scores), whole.errors[-1])
+    return Evaluation(
+        policy=subject.name,
+        method=subject.method,
+        decoding=subject.decoding,
+        result=_result(whole),
+        scores=tuple(whole.scores),
+        latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
+        num_trained_on=num_trained_on,
+    )
+
+
+class _Pass:
+    """Tasks that are answered with one number of trajectories at the same time, and their scores so far."""
+
+    def __init__(
+        self, subject: EvaluatedPolicy, source: str, tasks: Sequence[Task], concurrency: int, out: Path | None
+    ) -> None:
+        self.tasks, self.concurrency, self._out = tasks, concurrency, out
+        self.settings = EvalSettings(
+            subject.name,
+            source,
+            len(tasks),
+            tasks_digest(tasks),
+            subject.method,
+            subject.index,
+            subject.digest(),
+            concurrency,
+            subject.decoding,
+        )
+        self._temperature = subject.temperature
+        environment: type[TextEnv] = load_object(subject.config.environment.env, ENVS)
+        self._own = tuple(name for name in environment.measures if name not in MEASURES)
+        self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
+        self.num_failed = 0
+        self.errors: list[str] = []
+
+    @property
+    def left(self) -> list[Task]:
+        """The tasks without a score."""
+        done = {one.task_id for one in self.scores}
+        return [task for task in self.tasks if task.task_id not in done]
+
+    def answer(self, sampler: Sampler, on_task: Callable[[], None]) -> None:
+        """Answer what is left; ``FleetError`` if every task failed."""
+
+        def on_group(group: FinishedGroup) -> None:
+            if not group.summary.num_failed:
+                (sampled,) = groups_from_record_batch(group.batch)
+                self.errors += [one.error for one in sampled.trajectories if one.error]
+                self.scores.append(score(sampled.trajectories[0], self._own))
+                if self._out is not None:
+                    append_score(self._out, self.scores[-1])
+                on_task()
+
+        sampler.env_runners.on_finished = on_group  # and not when all that were asked for at once have finished
+        left = self.left
+        if self.concurrency > 1:
+            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, lambda group: None) if left else 0
+            return
+        for number, task in enumerate(left, start=1):
+            try:
+                sampler.sample_tasks([task], 1, self._temperature, lambda group: None)
+            except FleetError:  # this task; it is raised below if there is no other
+                self.num_failed += 1
+                if number == len(left) and not self.scores:
+                    raise
+
+
+def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
+    """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
+    config = subject.config
+    check_gpus(config)
+    check_sampler(config, has_index=subject.store is not None, has_policy=not subject.folder)  # an endpoint has its own
+    retrieval = config.retrieval
+    has_no_index = needs_index(retrieval.type) and not retrieval.index and not retrieval.corpus
+    if which.tasks is not None and subject.store is None and has_no_index:
+        raise DataError(
+            "no index is named, and the recipe's own passages are not about these tasks; name one with --index, or a "
+            "server with retrieval.type=http"
+        )
+
+
+@contextmanager
+def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
+    """Load policy and index, once the services that the tasks need have answered a short request each."""
+    config = check_services(subject.config, subject.store)
+    if config.env_runners.engine == "endpoint":
+        asyncio.run(_probe_endpoint(config))
+    with scratch_folder() as scratch:
+        made_in = subject.store.path if subject.store is not None else scratch
+        index_dir = prepare_index(config, made_in)
+        with ExitStack() as stack:
+            with show(describe_loading(config)):
+                sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))
+            yield sampler
+
+
+async def _probe_endpoint(config: SamplerConfig) -> None:
+    """Ask the endpoint as the environment will, with its tools; ``ConfigError`` if it does not answer."""
+    tokenizer, settings = EndpointTokenizer(), config.environment
+    engine, chat = EndpointEngine("", tokenizer, EngineSettings.of(config, 0)), chat_format_of(config, tokenizer)
+    if isinstance(chat, EndpointFormat) and chat.is_native:
+        env_class: Callable[..., TextEnv] = load_object(settings.env, ENVS)
+        env = env_class(settings, stand_in_context(settings))
+        env.close()
+        await engine.probe(env.tools)
+    else:
+        await engine.probe()
+
+
+def _result(whole: _Pass) -> EvalResult:
+    mean = mean_over([{name: float(getattr(one, name)) for name in _IN_RESULT} for one in whole.scores])
+    own = mean_over([one.measures for one in whole.scores])
+    return _from_means(mean, len(whole.scores), whole.num_failed, own)
+
+
+def _from_means(mean: Mapping[str, float], num_tasks: int, num_failed: int, own: dict[str, float]) -> EvalResult:
+    return EvalResult(
+        em=mean["em"],
+        f1=mean["f1"],
+        rounds=mean["rounds"],
+        queries_per_round=ratio(mean, *RATIOS["queries_per_round"]),
+        queries=mean["queries"],
+        tokens=mean["tokens"],
+        num_tasks=num_tasks,
+        num_failed=num_failed,
+        measures=own,
+    )
+
+
+def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
+    """Return how many of the questions are in the training file; None if this is not known, or the file is broken.
+
+    A run trained on the questions of its training file that are not in its ``environment.eval_tasks``, or, without such
+    a file, that it did not hold out.
+    """
+    environment = subject.run.environment
+    if not subject.folder:
+        return None
+    sources = TaskSources.open(environment.tasks, environment)
+    if len(sources.files) < len(sources.named) or not _are_here(sources):
+        return None
+    held_out = TaskSources.open(environment.eval_tasks, environment, whole=True)
+    try:
+        if environment.eval_tasks and not _are_here(held_out):
+            trained = sources.tasks("train", subject.run.debugging.seed)
+        else:
+            trained, _, _ = split_tasks(subject.run, subject.run.evaluation.num_tasks)
+    except DataError as error:  # the evaluation does not need the file
+        logger.warning("how many of these questions were trained on is not known: %s", error)
+        return None
+    return len(overlap(trained, tasks))
+
+
+def _are_here(sources: TaskSources) -> bool:
+    """Return whether the task files of a run are on this machine, too."""
+    try:
+        for files in sources.files:
+            files.check_files()
+    except DataError:
+        return False
+    return True
+
+
+def evaluation_tasks(
+    run: RunConfig, tasks: NamedTasks | None, num_tasks: int | None, data: Path | None = None
+) -> tuple[Task, ...]:
+    """Return the first ``num_tasks`` tasks of files, published sets or what the run held out; None is all of them.
+
+    Raises:
+        DataError: the file cannot be used, or more tasks are asked for than the run held out.
+    """
+    num_held_out, environment = run.evaluation.num_tasks, run.environment
+    count = num_tasks or num_held_out
+    if tasks is not None:
+        loaded = load_sets(tasks, data)
+        logger.warning("%s", loaded.report)  # not only what is left out: how the files were read, too
+        return loaded.tasks[:num_tasks]
+    is_split = not TaskSources.open(environment.tasks, environment).tasks("eval", 0) and not environment.eval_tasks
+    if count > num_held_out and is_split:
+        raise DataError(
+            f"the run held {num_held_out:,} tasks out, got --num-tasks {count}: the rest it was trained on; ask for "
+            "fewer, or name a file with --tasks"
+        )
+    _, held_out, _ = split_tasks(run, max(count, num_held_out))
+    return held_out[:count]
+
+
+def eval_result(summaries: Sequence[GroupSummary], num_failed: int, measures: Iterable[str] = ()) -> EvalResult:
+    """Average the groups without a failed trajectory; ``num_failed`` tasks have none.
+
+    ``measures`` names those of the environment, ``TextEnv.measures``.
+    """
+    answered = [summary for summary in summaries if not summary.num_failed]
+    mean = mean_over([summary.means for summary in answered])
+    own = {name: mean[name] for name in measures if name not in MEASURES}
+    return _from_means(mean, len(answered), num_failed, own)

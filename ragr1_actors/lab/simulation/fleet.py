@@ -1,0 +1,367 @@
+"""SimulatedRunners and SimulatedRetrievers: the two fleets of a run in virtual time.
+
+Each env runner is the real ``EnvRunner`` with a ``SimulatedEngine``. It searches through a real ``PooledRetriever``, as
+every runner of a run does, over the ``SimulatedReplica`` of the fleet, which all runners share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from dataclasses import dataclass
+from math import fsum
+
+import pyarrow as pa
+
+from cluster.autoscaler import FleetState
+from envs.base import search_options
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.schema import groups_to_record_batch
+from ragr1_actors.lab.simulation.engine import LoadAt, SimulatedEngine, SimulatedReplica
+from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
+from ragr1_actors.lab.simulation.workload import CACHED, CHARACTERS_PER_TOKEN, CountingTokenizer, Workload
+from ragr1_actors.planning.pace import Pace
+from ragr1_actors.rollout.env_runner import EnvRunner
+from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.summary import summarize
+from retrieval.base import Hits, Passage
+from retrieval.fleet.actor_fleet import REFRESH_S
+from retrieval.fleet.batching import PooledRetriever, PoolSettings
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """When a replica was asked for, takes requests, and has ended."""
+
+    started_s: float
+    ready_s: float
+    ended_s: float | None = None
+
+    def seconds(self, now_s: float) -> float:
+        return (now_s if self.ended_s is None else min(now_s, self.ended_s)) - self.started_s
+
+
+class SimulatedRetrievers:
+    """The replicas, and what the env runners search them with."""
+
+    def __init__(self, loop: VirtualLoop, config: RunConfig, pace: Pace, workload: Workload, num_replicas: int) -> None:
+        """Start with ``num_replicas`` that are ready."""
+        rng = random.Random(f"retrievers {config.debugging.seed}")
+        self._pace, self._settings, self._rng = pace.search, config.retrieval, rng
+        top_k = search_options(config.environment).top_k
+        text = "x" * max(1, round(workload.passage_tokens * CHARACTERS_PER_TOKEN / top_k))
+        found = [Passage(f"p{i}", "title", text, 1.0) for i in range(top_k)]
+        self._hits = Hits(found, index_version="simulated")
+        self._replicas: dict[str, tuple[SimulatedReplica, _Life]] = {}
+        self._lives: list[_Life] = []
+        self._left: list[SimulatedReplica] = []
+        self._clients: dict[int, SimulatedClient] = {}
+        self._loop = loop
+        for _ in range(num_replicas):
+            self._start(0.0)
+
+    @property
+    def num_running(self) -> int:
+        """Replicas that are searched, or will be within ``REFRESH_S``."""
+        return sum(life.ready_s <= self._loop.time() for _, life in self._replicas.values())
+
+    @property
+    def num_starting(self) -> int:
+        """Replicas that still load."""
+        return len(self._replicas) - self.num_running
+
+    @property
+    def busy_s(self) -> float:
+        """Replica-seconds of work since the start."""
+        return fsum(replica.busy_s() for replica in self._all())
+
+    def _all(self) -> list[SimulatedReplica]:
+        return [*self._left, *(replica for replica, _ in self._replicas.values())]
+
+    def state(self) -> FleetState:
+        """Return what the fleet's autoscaler reads; requests are queries."""
+        loads = [client.pool.load() for client in self._clients.values()]
+        waiting, outstanding = sum(load.waiting for load in loads), sum(load.outstanding for load in loads)
+        return FleetState(
+            self._loop.time(),
+            self.num_running,
+            self.num_starting,
+            ongoing=float(outstanding),
+            queued=float(waiting),
+            busy_s=self.busy_s,
+            num_answered=float(sum(replica.num_queries for replica in self._all()) - outstanding),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what ``RetrieverGroup.metrics`` counts: queries, queries per batch, and seconds of work."""
+        queries = sum(replica.num_queries for replica in self._all())
+        batches = sum(replica.num_batches for replica in self._all())
+        return {
+            "retrieval/retriever_queries": float(queries),
+            "retrieval/retriever_batch": queries / batches if batches else 0.0,
+            "retrieval/retriever_busy_s": self.busy_s,
+        }
+
+    def replica_s(self) -> float:
+        """Return the replica-seconds that were paid for."""
+        return sum(life.seconds(self._loop.time()) for life in self._lives)
+
+    def client(self, number: int) -> SimulatedClient:
+        """Return the client of the env runner with a number."""
+        settings = PoolSettings(self._settings.requests.timeout_s, self._settings.requests.max_retries)
+        pool = PooledRetriever(self._searched(), settings, seed=self._rng.getrandbits(32))
+        self._clients[number] = SimulatedClient(pool, self._hits)
+        return self._clients[number]
+
+    def forget(self, number: int) -> None:
+        """Forget the client of an env runner that has ended."""
+        self._clients.pop(number, None)
+
+    def scale_to(self, num_replicas: int) -> None:
+        """Start replicas, or end the newest: clients follow within ``REFRESH_S``, and batches there are answered."""
+        while len(self._replicas) < num_replicas:
+            self._start(self._pace.start_s)
+        while len(self._replicas) > num_replicas:
+            replica, life = self._replicas.pop(next(reversed(self._replicas)))
+            self._left.append(replica)
+            life.ended_s = self._loop.time() + REFRESH_S
+        self._loop.call_later(REFRESH_S, self._refresh)
+
+    def _start(self, after_s: float) -> None:
+        now_s = self._loop.time()
+        life = _Life(now_s, now_s + after_s)
+        self._lives.append(life)
+        replica = SimulatedReplica(self._loop, self._pace, self._hits, random.Random(self._rng.getrandbits(32)))
+        self._replicas[f"replica {len(self._lives)}"] = replica, life
+        if after_s:
+            self._loop.call_later(after_s + REFRESH_S, self._refresh)
+
+    def _searched(self) -> dict[str, SimulatedReplica]:
+        now_s = self._loop.time()
+        return {name: replica for name, (replica, life) in self._replicas.items() if life.ready_s <= now_s}
+
+    def _refresh(self) -> None:
+        if found := self._searched():
+            for client in self._clients.values():
+                client.pool.batcher.set_replicas(found)
+
+
+class SimulatedClient:
+    """``PacedRetriever`` of one env runner; it answers queries at once that its cache would have answered."""
+
+    def __init__(self, pool: PooledRetriever, hits: Hits) -> None:
+        """Search ``pool``; ``hits`` are those of the cache."""
+        self.pool = pool
+        self._hits = hits
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return the same passages for every query."""
+        asked = [query for query in queries if not query.startswith(CACHED)]
+        found = dict(zip(asked, await self.pool.search(asked, k), strict=True)) if asked else {}
+        return [found[query] if query in found else Hits(self._hits, is_cached=True) for query in queries]
+
+    async def wait_for_room(self) -> None:
+        """See ``Batcher.wait_for_room``."""
+        await self.pool.batcher.wait_for_room()
+
+
+@dataclass(slots=True, eq=False)
+class _Runner:
+    number: int
+    runner: EnvRunner
+    engine: SimulatedEngine
+    life: _Life
+    num_in_flight: int = 0
+    busy_s: float = 0.0
+    busy_since_s: float = 0.0
+
+    def count(self, num_trajectories: int, now_s: float) -> None:
+        """Count trajectories that are asked for, or came back."""
+        if not self.num_in_flight:
+            self.busy_since_s = now_s
+        self.num_in_flight += num_trajectories
+        if not self.num_in_flight:
+            self.busy_s += now_s - self.busy_since_s
+
+
+class SimulatedRunners:
+    """``GroupFleet`` of env runners in one event loop; the caller is the driver, outside it, as in a run."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: RunConfig,
+        pace: Pace,
+        workload: Workload,
+        retrievers: SimulatedRetrievers,
+        load_at: LoadAt,
+    ) -> None:
+        """Begin without runners; ``load_at`` scales the work of the engines."""
+        self._config, self._pace, self._workload, self._retrievers = config, pace, workload, retrievers
+        self._load_at = load_at
+        self._loop = loop
+        self._max_in_flight = 2 * config.env_runners.max_concurrent_trajectories  # as of EnvRunnerGroup
+        self._version = 0
+        self._runners: list[_Runner] = []
+        self._draining: list[_Runner] = []
+        self._lives: list[_Life] = []
+        self._ended_busy_s = 0.0
+        self._pending: deque[GroupRequest] = deque()
+        self._tasks: dict[asyncio.Task[None], tuple[_Runner, GroupRequest]] = {}
+        self._num_in_flight = 0
+        self._finished: list[FinishedGroup] = []
+        self._loads: list[float] = []
+        self._is_any = asyncio.Event()
+        self.num_sampled = 0
+        """Trajectories since the start."""
+        self.num_batch_bytes = 0
+        """Of all record batches."""
+
+    # -- as of GroupFleet ------------------------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests submitted and not collected."""
+        return len(self._pending) + self._num_in_flight + len(self._finished)
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that are finished and not collected."""
+        return len(self._finished)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Queue a group."""
+        self._pending.append(request)
+        self.poll()
+
+    def collect(self) -> list[FinishedGroup]:
+        """Let time pass until a group is finished, and return all finished groups."""
+        self.poll()
+        loads = [runner.num_in_flight for runner in self._runners if runner.life.ready_s <= self._loop.time()]
+        self._loads.append(fsum(loads) / max(1, len(loads)))
+        while not self._finished and self.num_unfinished:
+            self._is_any.clear()
+            self._loop.run_until_complete(self._is_any.wait())
+            self.poll()
+        finished, self._finished = self._finished, []
+        return finished
+
+    # -- the fleet -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Runners that take requests."""
+        return sum(runner.life.ready_s <= self._loop.time() for runner in self._runners)
+
+    @property
+    def num_starting(self) -> int:
+        """Runners that still load."""
+        return len(self._runners) - self.num_running
+
+    def state(self) -> FleetState:
+        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        return FleetState(
+            self._loop.time(),
+            self.num_running,
+            self.num_starting,
+            ongoing=float(sum(runner.num_in_flight for runner in [*self._runners, *self._draining])),
+            queued=float(sum(request.num_trajectories for request in self._pending)),
+            busy_s=self.busy_s,
+            num_answered=float(self.num_sampled),
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Runner-seconds with trajectories since the start."""
+        now_s = self._loop.time()
+        busy = [
+            r.busy_s + (now_s - r.busy_since_s if r.num_in_flight else 0.0) for r in [*self._runners, *self._draining]
+        ]
+        return self._ended_busy_s + sum(busy)
+
+    def take_load(self) -> float:
+        """Return the trajectories in flight per runner, over the calls of ``collect`` since the last call of this."""
+        loads, self._loads = self._loads or [0.0], []
+        return fsum(loads) / len(loads)
+
+    def replica_s(self) -> float:
+        """Return the runner-seconds that were paid for."""
+        return sum(life.seconds(self._loop.time()) for life in self._lives)
+
+    def scale_to(self, num_runners: int, start_s: float | None = None) -> None:
+        """Start runners, which take ``start_s``, the pace's by default; or drain some, as ``EnvRunnerGroup`` does."""
+        after_s = self._pace.engine.start_s if start_s is None else start_s
+        while len(self._runners) < num_runners:
+            self._start(after_s)
+        while len(self._runners) > num_runners:
+            now_s = self._loop.time()
+            runner = min(reversed(self._runners), key=lambda r: (r.life.ready_s <= now_s, r.num_in_flight))
+            self._runners.remove(runner)
+            self._draining.append(runner)
+            self._end_drained(runner)
+
+    def publish(self, version: int) -> None:
+        """Set the version of all engines, those that load included."""
+        self._version = version
+        for runner in [*self._runners, *self._draining]:
+            runner.engine.publish(version)
+
+    def pause(self) -> None:
+        """Let all engines stand still."""
+        for runner in [*self._runners, *self._draining]:
+            runner.engine.pause()
+
+    def resume(self) -> None:
+        """Let all engines go on."""
+        for runner in [*self._runners, *self._draining]:
+            runner.engine.resume()
+
+    def _start(self, after_s: float) -> None:
+        now_s, number = self._loop.time(), len(self._lives)
+        life = _Life(now_s, now_s + after_s)
+        self._lives.append(life)
+        query_format = search_options(self._config.environment).query_format
+        engine = SimulatedEngine(self._loop, self._pace.engine, query_format, self._load_at, self._version)
+        runner = EnvRunner(self._config, CountingTokenizer(), self._retrievers.client(number), engine)
+        self._runners.append(_Runner(number, runner, engine, life))
+        if after_s:
+            self._loop.call_later(after_s, self._is_any.set)  # the driver gives it what waits
+
+    def poll(self) -> None:
+        """Give requests that wait to the runner with the least to do, if one has room."""
+        now_s = self._loop.time()
+        while self._pending:
+            free = [r for r in self._runners if r.num_in_flight < self._max_in_flight and r.life.ready_s <= now_s]
+            if not free:
+                return
+            runner = min(free, key=lambda r: r.num_in_flight)
+            request = self._pending.popleft()
+            runner.count(request.num_trajectories, now_s)
+            self._num_in_flight += 1
+            task = self._loop.create_task(self._sample(runner, request))
+            self._tasks[task] = runner, request
+            task.add_done_callback(self._tasks.pop)
+
+    async def _sample(self, runner: _Runner, request: GroupRequest) -> None:
+        """Do what ``EnvRunnerActor.sample_group`` does."""
+        rng = random.Random(f"{self._config.debugging.seed} {request.issue.group_id}")
+        for index, attempt in enumerate(self._workload.attempts(rng, request.num_trajectories)):
+            runner.engine.play(request.trajectory_id(index), attempt)
+        group = await runner.runner.sample_group(request)
+        batch: pa.RecordBatch = groups_to_record_batch([group])
+        self.num_batch_bytes += batch.nbytes
+        runner.count(-request.num_trajectories, self._loop.time())
+        self._num_in_flight -= 1
+        self.num_sampled += request.num_trajectories
+        self._finished.append(FinishedGroup(request, summarize(group), batch))
+        self._is_any.set()
+        self._end_drained(runner)
+
+    def _end_drained(self, runner: _Runner) -> None:
+        if runner in self._draining and not runner.num_in_flight:
+            self._draining.remove(runner)
+            self._retrievers.forget(runner.number)
+            self._ended_busy_s += runner.busy_s
+            runner.life.ended_s = self._loop.time()

@@ -1,0 +1,261 @@
+"""simulate: the loop of ``Algorithm.train`` in virtual time, and what it took.
+
+::
+
+    BatchCollector, TaskLedger, GroupBuffer                  the trainer's
+    EnvRunner, run_trajectory, SearchEnv, Batcher, Arrow     the fleets'
+    engines, retrievers, learner                             scripted: they take the time that a Pace says
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import fsum
+
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig
+from ragr1_actors.core.weight_transport import choose_transport
+from ragr1_actors.lab.simulation.engine import LoadAt
+from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
+from ragr1_actors.lab.simulation.scaling import Resized, SimulatedController
+from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
+from ragr1_actors.lab.simulation.workload import Workload, made_up_task
+from ragr1_actors.planning.pace import Pace
+from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
+from ragr1_actors.training.buffer import rollout_metrics
+from ragr1_actors.training.collector import BatchCollector, mean_lag
+from ragr1_actors.training.fleet_controller import TICK_S, LearnerClock
+
+NUM_TASKS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the two fleets."""
+
+    num_runners: int
+    num_retrievers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration, in virtual seconds."""
+
+    sample_s: float
+    learn_s: float
+    publish_s: float
+    iteration_s: float
+    num_trajectories: int
+    """Trained."""
+    runner_load: float
+    """Trajectories in flight per runner, as ``env_runners/load``."""
+    runner_s: float
+    """Runner-seconds paid for, from the start of a runner to its end; ``retriever_s`` alike."""
+    retriever_s: float
+    retriever_busy_s: float
+    """Retriever-seconds of work."""
+    rollout: dict[str, float]
+    """``rollout_metrics`` of the batch."""
+    lag: float
+    num_stale: int
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What ``simulate`` found."""
+
+    size: Size
+    """At the start."""
+    iterations: tuple[Iteration, ...]
+    """Without those of the warm-up."""
+    tasks: dict[str, int]
+    """The books of the task ledger, with the tasks that are ``outstanding``."""
+    num_batch_bytes: int
+    """Of the record batches of all groups, those of the warm-up included."""
+    load: Load
+    verdict: Verdict
+    resized: tuple[Resized, ...]
+    """The decisions of the autoscaling policy, those in the warm-up included."""
+
+    @property
+    def wall_s(self) -> float:
+        """All iterations together."""
+        return self.total("iteration_s")
+
+    @property
+    def trajectories_per_s(self) -> float:
+        """Trained trajectories per second."""
+        return self.total("num_trajectories") / self.wall_s
+
+    def total(self, name: str) -> float:
+        """Sum a field of ``Iteration``, such as ``sample_s``."""
+        return fsum(getattr(iteration, name) for iteration in self.iterations)
+
+
+def simulate(
+    config: RunConfig,
+    pace: Pace,
+    workload: Workload,
+    size: Size,
+    num_iterations: int,
+    *,
+    load_at: LoadAt = lambda time_s: 1.0,
+) -> Simulation:
+    """Run ``num_iterations`` in virtual time, after a warm-up of one, and of one more for each version of lag.
+
+    The same arguments give the same result to the bit; the seed is ``debugging.seed``. ``load_at`` scales the work of a
+    token over time.
+    """
+    with closing(VirtualLoop()) as loop:
+        simulator = Simulator(loop, config, pace, workload, size, load_at)
+        try:
+            for _ in range(1 + config.training.max_policy_lag):
+                simulator.train()
+            iterations = tuple(simulator.train() for _ in range(num_iterations))
+        finally:
+            simulator.stop()
+    tasks = simulator.collector.tasks
+    load = load_of(config, iterations)
+    return Simulation(
+        size=size,
+        iterations=iterations,
+        tasks=tasks.counts() | {"outstanding": len(tasks.get_state()["outstanding"])},
+        num_batch_bytes=simulator.runners.num_batch_bytes,
+        load=load,
+        verdict=find_bottleneck(load),
+        resized=tuple(simulator.resized),
+    )
+
+
+class Simulator:
+    """A run in virtual time. ``train()`` is an iteration, as ``Algorithm.train``."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: RunConfig,
+        pace: Pace,
+        workload: Workload,
+        size: Size,
+        load_at: LoadAt,
+        *,
+        num_tasks: int = NUM_TASKS,
+        runners: type[SimulatedRunners] = SimulatedRunners,
+    ) -> None:
+        """Begin with fleets that are ready; ``runners`` is the class of the env runners, such as one with faults."""
+        self._loop, self._config, self._pace = loop, config, pace
+        self._takes_turns = choose_transport(config) == "ipc"
+        self._version = 0
+        self.retrievers = SimulatedRetrievers(loop, config, pace, workload, size.num_retrievers)
+        self.runners = runners(loop, config, pace, workload, self.retrievers, load_at)
+        self.runners.scale_to(size.num_runners, 0.0)
+        tasks = [made_up_task(number) for number in range(num_tasks)]
+        self.collector = BatchCollector(_shuffled(config), tasks, self.runners)
+        self._learner = LearnerClock(loop.time)
+        self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
+        self._ticking = loop.create_task(self._tick())
+
+    @property
+    def resized(self) -> list[Resized]:
+        """The decisions of the autoscaling policy so far."""
+        return self._controller.resized
+
+    async def _tick(self) -> None:
+        """Do what the driver does about once a second while it waits."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.runners.poll()
+            self._controller.tick()
+
+    def train(self, on_batch: Callable[[list[FinishedGroup]], None] = lambda batch: None) -> Iteration:
+        """Collect a batch, learn from it and publish; the calls and their order are those of ``Algorithm.train``.
+
+        ``on_batch`` is called with the groups that the learner takes.
+        """
+        started_s, before = self._loop.time(), self._counts()
+        with self._learner.waits():
+            collected = self.collector.next_batch(self._version)
+        batch = collected.groups
+        self._learner.num_stale += collected.num_stale
+        sampled_s = self._loop.time()
+        if self._config.training.max_policy_lag:
+            self.collector.keep_busy(while_learning=True)
+        lag = mean_lag(batch, self._version)
+        on_batch(batch)
+        num_trajectories = sum(group.request.num_trajectories for group in batch)
+        with self._learner.works():
+            if self._takes_turns:
+                self.runners.pause()
+            self._pass(self._pace.learner.trajectory_s * num_trajectories)
+            learned_s = self._loop.time()
+            set_aside = self.collector.trained(batch)
+            self._publish()
+            published_s = self._loop.time()
+            self._pass(self._pace.learner.other_s)
+        counts = {name: value - before[name] for name, value in self._counts().items()}
+        return Iteration(
+            sample_s=sampled_s - started_s,
+            learn_s=learned_s - sampled_s,
+            publish_s=published_s - learned_s,
+            iteration_s=self._loop.time() - started_s,
+            num_trajectories=num_trajectories,
+            runner_load=self.runners.take_load(),
+            **counts,
+            rollout=rollout_metrics(batch + set_aside),
+            lag=lag,
+            num_stale=collected.num_stale,
+        )
+
+    def stop(self) -> None:
+        """Cancel what is in flight."""
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+    def _publish(self) -> None:
+        """Let the engines stand still for a weight sync."""
+        self._version += 1
+        self.runners.pause()
+        self._pass(self._pace.learner.publish_s)
+        self.runners.publish(self._version)
+        self.runners.resume()
+
+    def _pass(self, seconds: float) -> None:
+        self._loop.run_until_complete(asyncio.sleep(seconds))
+
+    def _counts(self) -> dict[str, float]:
+        return {
+            "runner_s": self.runners.replica_s(),
+            "retriever_s": self.retrievers.replica_s(),
+            "retriever_busy_s": self.retrievers.busy_s,
+        }
+
+
+def _shuffled(config: RunConfig) -> RunConfig:
+    """Return the configuration with the default curriculum: others may read what made-up tasks do not have."""
+    environment = EnvironmentSettings()
+    default = {"curriculum": environment.curriculum, "curriculum_options": environment.curriculum_options}
+    return config.model_copy(update={"environment": config.environment.model_copy(update=default)})
+
+
+def load_of(config: RunConfig, iterations: Sequence[Iteration]) -> Load:
+    """Return the loads of some iterations, as they would be read from the metrics of a run."""
+    wall_s = fsum(i.iteration_s for i in iterations)
+    waited_s = fsum(i.rollout.get("time/retrieval_waited_s", 0.0) for i in iterations)
+    generated_s = fsum(i.rollout["time/generation_s"] for i in iterations)
+    runner_s, retriever_s = fsum(i.runner_s for i in iterations), fsum(i.retriever_s for i in iterations)
+    loads = fsum(i.runner_load for i in iterations) / len(iterations)
+    return Load(
+        learner_wait=fsum(i.sample_s for i in iterations) / wall_s,
+        search_wait=waited_s / (waited_s + generated_s),
+        retriever_busy=fsum(i.retriever_busy_s for i in iterations) / retriever_s,
+        runner_load=loads / config.env_runners.max_concurrent_trajectories,
+        num_runners=round(runner_s / wall_s),
+        num_retrievers=round(retriever_s / wall_s),
+        max_policy_lag=config.training.max_policy_lag,
+    )

@@ -1,0 +1,1 @@
+"""Pages about runs: ``report.html`` of one run, and the viewer of its trajectories."""

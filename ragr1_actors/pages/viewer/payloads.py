@@ -1,0 +1,206 @@
+"""What the page shows, as plain values for JSON. Tokens, texts and documents are read only for the rows shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from ragr1_actors.core.digests import check_digests
+from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.schema import LEARNED_SCHEMA, current_format, groups_from_record_batch
+from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
+from ragr1_actors.pages.viewer.index import Snapshot
+from ragr1_actors.pages.viewer.parts import STAGES, is_correct, is_evidence, map_file
+from ragr1_actors.pages.viewer.queries import OUTCOMES, Found
+
+logger = logging.getLogger(__name__)
+_SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
+_COUNTED = ("num_turns", "num_calls", "num_cached", "num_model_tokens")
+_MAX_QUESTION_CHARS = 300
+
+
+def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what the page shows of the run as a whole."""
+    stages = sorted({part.origin.stage for part in snapshot.parts}, key=STAGES.index)
+    return {
+        "name": name,
+        "version": snapshot.version,
+        "num_trajectories": snapshot.num_rows,
+        "num_indexed": len(snapshot.parts),
+        "num_files": snapshot.num_files,
+        "problems": snapshot.problems,
+        "stages": stages,
+        "outcomes": OUTCOMES,
+    }
+
+
+def list_payload(snapshot: Snapshot, found: Found) -> dict[str, Any]:
+    """Return the rows of one page of an answer, and how many there are of each kind."""
+    return {
+        "version": snapshot.version,
+        "num_rows": found.num_rows,
+        "counts": found.counts,
+        "rows": row_payloads(snapshot, found.rows.tolist()),
+    }
+
+
+def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
+    """Return some rows as the list shows them."""
+    columns = snapshot.scalars
+    strings = snapshot.strings.select(["trajectory_id", "task_id", "question", "answer", "stop_reason"])
+    texts = strings.take(pa.array(rows, pa.int64())).to_pylist()
+    shown = []
+    for row, text in zip(rows, texts, strict=True):
+        part = int(columns["part"][row])
+        origin = snapshot.parts[part].origin
+        shown.append(
+            text
+            | {name: bool(columns[name][row]) for name in _SHOWN}
+            | {name: int(columns[name][row]) for name in _COUNTED}
+            | {"question": text["question"][:_MAX_QUESTION_CHARS], "answer": text["answer"][:_MAX_QUESTION_CHARS]}
+            | {"reward": float(columns["reward"][row]), "latency_s": float(columns["latency_s"][row])}
+            | {"file": origin.name, "stage": origin.stage, "iteration": snapshot.iterations[part]}
+        )
+    return shown
+
+
+def find_row(snapshot: Snapshot, file: str, trajectory_id: str) -> int:
+    """Return the row of a trajectory; without ``file``, the newest of that id. ``DataError`` if there is none."""
+    newest_first = range(len(snapshot.parts) - 1, -1, -1)
+    for position in newest_first:
+        part = snapshot.parts[position]
+        if file and part.origin.name != file:
+            continue
+        found = part.table.column("trajectory_id").index(trajectory_id).as_py()
+        if found >= 0:
+            return int(snapshot.starts[position]) + int(found)
+    raise DataError(f"no trajectory {trajectory_id} in {file or 'the run'}; it may not be indexed yet, or was replaced")
+
+
+def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dict[str, Any]:
+    """Return everything that is recorded of one trajectory, and its siblings.
+
+    Raises:
+        DataError: its file is gone or damaged.
+    """
+    columns = snapshot.scalars
+    trajectory, learned = read_trajectory(snapshot, row)
+    same = ("part", "batch", "group")
+    start, end = (int(bound) for bound in snapshot.starts[int(columns["part"][row]) :][:2])
+    within = [columns[name][start:end] == columns[name][row] for name in same]
+    siblings = row_payloads(snapshot, (np.flatnonzero(np.logical_and.reduce(within)) + start).tolist())
+    rewards = [sibling["reward"] for sibling in siblings if not sibling["is_failed"]]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    for sibling in siblings:
+        sibling["above_mean"] = sibling["reward"] - mean
+    return {
+        "summary": row_payloads(snapshot, [row])[0],
+        "task": asdict(trajectory.task),
+        "turns": [_turn(trajectory.task, turn) for turn in trajectory.turns],
+        "answer": trajectory.answer,
+        "error": trajectory.error,
+        "variant": trajectory.variant,
+        "parent": trajectory.parent,
+        "is_correct": is_correct(trajectory.answer, trajectory.task.golden_answers),
+        "metrics": dict(sorted(trajectory.metrics.items())),
+        "siblings": siblings,
+        "tokens": {
+            "pieces": pieces.of(trajectory.token_ids.tolist()),
+            "row_starts": [row.start for row in trajectory.rows],
+            "kinds": trajectory.kinds.tolist(),
+            "kind_names": [kind.name.lower() for kind in TokenKind],
+            "logprobs": trajectory.logprobs.tolist(),
+            "policy_versions": trajectory.policy_versions.tolist(),
+            "is_text": pieces.is_text,
+            **{name: _spread(values, trajectory) for name, values in learned.items()},
+        },
+    }
+
+
+def _turn(task: Task, turn: Turn) -> dict[str, Any]:
+    """Return a turn with ``asked`` in each of its calls, and ``gold`` in each record: whether it is evidence."""
+    shown = asdict(turn)
+    for made, call in zip(shown["calls"], turn.calls, strict=True):
+        made["asked"] = call.asked
+        for found, record in zip(made["records"], call.records, strict=True):
+            found["gold"] = is_evidence(task, record)
+    return shown
+
+
+def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:
+    """Put values of the MODEL tokens where these are among all tokens; None elsewhere."""
+    spread: list[float | None] = [None] * len(trajectory.kinds)
+    for position, value in zip(np.flatnonzero(trajectory.kinds == TokenKind.MODEL), values, strict=True):
+        spread[position] = value
+    return spread
+
+
+def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str, list[float]]]:
+    """Read one trajectory from its file; ``DataError`` if that is gone or damaged.
+
+    The second is what a learner computed per MODEL token: ``{"advantages": [...], "ratios": [...]}``, or a part of it.
+    """
+    columns = snapshot.scalars
+    path = snapshot.parts[int(columns["part"][row])].source.path
+    expected = snapshot.strings.column("trajectory_id")[row].as_py()
+    try:
+        batch = pa.ipc.open_file(map_file(path)).get_batch(int(columns["batch"][row]))
+        batch.validate(full=True)  # the file may have been damaged since
+        batch = current_format(batch.slice(int(columns["row"][row]), 1))
+        (group,) = groups_from_record_batch(batch)
+        names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
+        learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}
+    # what validation finds, and nulls where the schema has none
+    except (OSError, pa.ArrowException, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}; reload the page") from error
+    (trajectory,) = group.trajectories
+    if trajectory.trajectory_id != expected:
+        raise DataError(f"{path} was replaced by another file; reload the page")
+    return trajectory, learned
+
+
+@lru_cache(8)
+def _read_tokenizer(path: Path, written_ns: int) -> Any:
+    """Return a tokenizer, or None if the file, which was written at that time, is damaged; said once."""
+    try:
+        check_digests(path.parent, path.name.__eq__)
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing more exact
+        logger.warning("%s cannot be read: %s; restore it to see the text of tokens", path, one_line(error))
+        return None
+
+
+class TokenPieces:
+    """The text of each token alone, or its id if the run has no tokenizer yet."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        """Take the ``tokenizer.json`` of the first folder that has a whole one."""
+        paths = (path for folder in folders if (path := folder / "tokenizer.json").is_file())
+        self._tokenizer: Any = next(
+            (found for path in paths if (found := _read_tokenizer(path, path.stat().st_mtime_ns))), None
+        )
+        self._known: dict[int, str] = {}
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the pieces are text."""
+        return self._tokenizer is not None
+
+    def of(self, token_ids: list[int]) -> list[str]:
+        """Return a piece per token; a part of a character is shown as U+FFFD."""
+        for token_id in set(token_ids) - self._known.keys():
+            self._known[token_id] = self._decode(token_id)
+        return [self._known[token_id] for token_id in token_ids]
+
+    def _decode(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return str(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) or f"[{token_id}]"

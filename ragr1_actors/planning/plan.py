@@ -1,0 +1,573 @@
+"""What a recipe needs of each machine, in bytes and seconds, before anything starts: ``ragr1 plan``.
+
+::
+
+    RunConfig, Machine, corpus size ──► make_plan ──► Plan: a Need per device, memory and disk, with what fills it
+                                                            times of one iteration: generation, search, learning
+                                                            a remedy for what does not fit
+
+Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retrieval.capacity``. A need fits if it leaves
+``SPARE_SHARE`` of what there is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+from pathlib import Path
+
+from envs.base import search_options
+from envs.sources import is_source
+from learners.deepspeed.memory import (
+    CUDA_CONTEXT_BYTES,
+    ELEMENT_BYTES,
+    Parts,
+    RankMemory,
+    kept_parts,
+    rank_memory,
+    trained_parameters,
+)
+from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.resolve import STATIC
+from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
+from ragr1_actors.planning.corpus import corpus_of
+from ragr1_actors.planning.gpus import num_gpus_here, reserved_gpus
+from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
+from ragr1_actors.planning.remedies import find_remedy, place_changes, search_changes
+from ragr1_actors.planning.tiny_policy import policy_maker
+from retrieval.base import needs_index
+from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
+from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
+from retrieval.local import encoder_of
+
+SPARE_SHARE = 0.1
+"""Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
+GIB = 2**30
+_VLLM_UTILIZATION = 0.92
+"""Default of vLLM 0.32's ``gpu_memory_utilization``."""
+_VLLM_OTHER_BYTES = 4 * GIB
+"""CUDA context, CUDA graphs and the activations of a profiling run; an allowance, not a measurement."""
+_ASLEEP_BYTES = 3 * GIB
+"""What an engine that sleeps at level 2 keeps: CUDA context and graphs; an allowance, not a measurement."""
+_TRANSFER_BYTES = 2 * GIB
+"""vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
+_DRIVER_BYTES = 7 * GIB // 8
+"""The quickstart's driver 0.6 GiB, Ray's processes 0.25: proportional set sizes of ``smaps``, as the next one."""
+_ACTOR_BYTES = 3 * GIB // 8
+"""An actor process with its libraries: in the quickstart 0.42 GiB of a runner with its engine, a retriever's 0.25."""
+_VLLM_CPU_PROCESS_BYTES = 3 * GIB // 4
+"""vLLM's own process with its libraries, beside the runner's."""
+_VLLM_CPU_CACHE_BYTES = GIB
+"""``VLLM_CPU_KVCACHE_SPACE`` as ``vllm_engine`` sets it."""
+_CUDA_HOST_BYTES = 2 * GIB
+"""What CUDA's libraries take beside it; an allowance, not a measurement."""
+_BYTES_PER_TOKEN = 24
+"""A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
+_BYTES_PER_TEXT_TOKEN = 4
+"""Bytes per token of English, in the vocabularies of BERT-like encoders."""
+_STATIC_DIMENSION = 512
+TOKENS_PER_QUERY = 16
+_MAX_BATCH = 128
+"""Queries that one replica takes at once, of the many that wait."""
+START_S = 30.0
+"""Of an actor without what it loads: process, libraries, CUDA graphs; an allowance, not a measurement."""
+_LOAD_BYTES_PER_S = 1e9
+"""Of weights and vectors from a disk; an allowance, not a measurement."""
+_PUBLISH_BYTES_PER_S = 1e10
+"""Of a weight sync, to all runners at once; an allowance, not a measurement."""
+CORE_FLOPS = 5e10
+"""What one CPU core with AVX-512 reaches in float32 products."""
+_MFU = 0.4
+"""Share of the peak that training reaches; 0.40-0.50 is published for models of this size."""
+_BANDWIDTH_SHARE = 0.7
+"""Share of the memory bandwidth that decoding reaches."""
+TOKENS_PER_TURN = 128
+"""Mean of sampled tokens per turn: between RAG-R1's published 100 and the limit of 500."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: usable memory, bandwidth and dense bf16 peak of its data sheet."""
+
+    name: str
+    num_bytes: int
+    bytes_per_s: float
+    flops: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40gb", int(39.4 * GIB), 1.56e12, 312e12),
+        Gpu("a100-80gb", int(79.2 * GIB), 2.04e12, 312e12),
+        Gpu("h100-80gb", int(79.2 * GIB), 3.35e12, 989e12),
+        Gpu("h200-141gb", int(139.8 * GIB), 4.8e12, 989e12),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the equal machines of a cluster."""
+
+    gpu: Gpu | None
+    num_gpus: int
+    num_cpus: int
+    host_bytes: int
+    shm_bytes: int
+    disk_bytes: int
+    num_machines: int = 1
+
+
+def this_machine(directory: Path) -> Machine:
+    """Read the sizes of this machine; the disk is that of ``directory``. All its GPUs are taken to be as the first."""
+    import psutil
+
+    num_gpus, gpu = num_gpus_here(), None
+    if num_gpus:
+        import torch
+
+        found = torch.cuda.get_device_properties(0)
+        known = next((k for k in GPUS.values() if k.name.split("-")[0] in found.name.lower()), GPUS["a100-80gb"])
+        gpu = replace(known, name=found.name, num_bytes=found.total_memory)
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
+    host, disk = psutil.virtual_memory().total, shutil.disk_usage(directory).free
+    return Machine(gpu, num_gpus, psutil.cpu_count() or 1, host, shm, disk)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one place must hold."""
+
+    place: str
+    """``learner GPU``, ``env runner GPU``, ``retriever GPU``, ``host memory``, ``/dev/shm`` or ``disk``."""
+    parts: Mapping[str, int]
+    """Bytes by what they hold."""
+    available: int
+    remedy: str = ""
+    """The nearest setting that fits, where this does not."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def is_impossible(self) -> bool:
+        """Whether the parts are more than there is."""
+        return self.num_bytes > self.available
+
+    @property
+    def fits(self) -> bool:
+        """Whether ``SPARE_SHARE`` of what is available stays free."""
+        return self.num_bytes <= (1 - SPARE_SHARE) * self.available
+
+    @property
+    def problem(self) -> str:
+        """What to say where it does not fit."""
+        if not self.available:
+            return f"{self.place}: {self.num_bytes / GIB:.1f} GiB are needed, and there is none"
+        larger = f"take more {self.place}" + (" (docker run --shm-size)" if self.place == "/dev/shm" else "")
+        spare = "" if self.is_impossible else f", less than {SPARE_SHARE:.0%} to spare"
+        needed, available = self.num_bytes / GIB, self.available / GIB
+        return f"{self.place}: {needed:.1f} GiB of {available:.1f} GiB{spare}; {self.remedy or larger}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that ``ragr1 plan`` prints."""
+
+    num_gpus: float
+    """GPUs that the actors reserve, on all machines."""
+    gpus_available: int
+    needs: tuple[Need, ...]
+    times: Times
+    micro_batch_tokens: int
+    """Set or chosen: ``micro_batch.py``."""
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for each thing that does not fit."""
+        found = [need.problem for need in self.needs if not need.fits]
+        if self.num_gpus > self.gpus_available:
+            found.insert(
+                0, f"the actors reserve {self.num_gpus:g} GPUs, and there are {self.gpus_available}; start fewer"
+            )
+        return found + ([self.times.problem] if self.times.problem else [])
+
+
+def count_passages(config: RunConfig) -> int:
+    """Return the number of passages that a run searches: of its index, or about that of its corpus file.
+
+    Raises:
+        DataError: ``retrieval.index`` holds no index.
+        ConfigError: there is no corpus file.
+    """
+    retrieval = config.retrieval
+    if not needs_index(retrieval.type):
+        return 0
+    if retrieval.index:
+        return Manifest.read(retrieval.index).count
+    if not retrieval.corpus or is_source(retrieval.corpus):
+        return sum(1 for _ in corpus_of(config))
+    try:
+        with Path(retrieval.corpus).open("rb") as file:
+            return ceil(file.seek(0, os.SEEK_END) / PASSAGE_BYTES)
+    except OSError as error:
+        raise ConfigError(
+            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
+            "such as --passages 21015324 for Search-R1's Wikipedia"
+        ) from error
+
+
+def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
+    """Compute what RL needs of each machine; ``num_passages`` counts the passages of its index.
+
+    Raises:
+        ConfigError: the sizes of the policy or of the encoder are not known.
+    """
+    run = _Run(config, machine, num_passages)
+    times = run.times()
+    return Plan(
+        num_gpus=run.num_gpus,
+        gpus_available=machine.num_gpus * machine.num_machines,
+        needs=tuple(replace(need, remedy=_need_remedy(need, run)) for need in run.needs()),
+        times=replace(times, remedy=_search_remedy(times, run)),
+        micro_batch_tokens=config.learners.row_tokens,
+    )
+
+
+def learner_fits(config: RunConfig, machine: Machine, num_passages: int) -> bool:
+    """Return whether the memory in which the learner computes holds what it must; raises as ``make_plan``."""
+    place = "learner GPU" if config.learners.num_gpus_per_learner else "host memory"
+    return all(need.fits for need in _Run(config, machine, num_passages).needs() if need.place.startswith(place))
+
+
+def make_pace(config: RunConfig, machine: Machine, num_passages: int) -> Pace:
+    """Compute how long the parts of a run take on ``machine``, whatever the sizes of its fleets.
+
+    Raises:
+        ConfigError: the machine has no GPU, or the sizes of the policy or of the encoder are not known.
+    """
+    if machine.gpu is None:
+        raise ConfigError("got a machine without GPUs, and CPUs are not estimated; name a GPU, or a run to measure")
+    return _Run(config, machine, num_passages).pace(machine.gpu)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A configuration on a machine."""
+
+    config: RunConfig
+    machine: Machine
+    num_passages: int
+
+    # What is there
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        maker = policy_maker(self.config.policy)
+        return ModelShape.of(self.config.policy.model) if maker is None else maker.shape
+
+    @cached_property
+    def encoder(self) -> EncoderShape | None:
+        name = encoder_of(self.config.retrieval) if self.has_vectors else STATIC
+        return EncoderShape.of(name) if name != STATIC else None
+
+    @cached_property
+    def has_critic(self) -> bool:
+        return self.config.training.algorithm == "ppo"
+
+    @cached_property
+    def learner(self) -> RankMemory:
+        return rank_memory(
+            self.shape, self.config, has_critic=self.has_critic, on_gpu=self.config.learners.num_gpus_per_learner > 0
+        )
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.config.policy.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.element_bytes * self.shape.num_parameters
+
+    @property
+    def gpus_per_engine(self) -> int:
+        return _count_option(self.config, "tensor_parallel_size") * _count_option(self.config, "pipeline_parallel_size")
+
+    @property
+    def num_runners(self) -> int:
+        return max(1, self.config.env_runners.num_env_runners)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(1, self.config.learners.num_learners)
+
+    @property
+    def num_retriever_actors(self) -> int:
+        return max(1, self.config.retrieval.num_retrievers) * self.config.retrieval.num_shards
+
+    @property
+    def searches_on_gpu(self) -> bool:
+        return self.config.retrieval.num_gpus_per_retriever > 0
+
+    @property
+    def scans_on_gpu(self) -> bool:
+        """Whether the vectors are on the retrievers' GPUs: those of the other types stay on their CPUs."""
+        return self.searches_on_gpu and self.config.retrieval.type in (*GPU_TYPES, HYBRID)
+
+    @property
+    def has_vectors(self) -> bool:
+        return needs_index(self.config.retrieval.type) and self.config.retrieval.type != "bm25"
+
+    @property
+    def dimension(self) -> int:
+        return self.encoder.dimension if self.encoder is not None else _STATIC_DIMENSION
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether a runner and a learner rank take turns on each GPU."""
+        return choose_transport(self.config) == "ipc"
+
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that all actors reserve."""
+        return reserved_gpus(self.config)
+
+    # What is needed
+
+    def needs(self) -> Iterator[Need]:
+        """Yield every device and memory of one machine."""
+        gpu_bytes = self.machine.gpu.num_bytes if self.machine.gpu is not None else 0
+        if self.config.learners.num_gpus_per_learner:
+            phase = self.learner.peak_phase
+            parts = {**self.learner.resting, **self.learner.phases[phase]}
+            if self.shares_gpus:
+                parts["engine asleep"] = _ASLEEP_BYTES
+            yield Need(f"learner GPU, {phase}", parts, gpu_bytes)
+        if self.config.env_runners.num_gpus_per_env_runner:
+            yield self._engine_need(gpu_bytes)
+        if self.searches_on_gpu:
+            yield Need("retriever GPU", self._retriever_parts(), gpu_bytes)
+        yield Need("host memory", self._host_parts(), self.machine.host_bytes)
+        yield Need("/dev/shm", self._shm_parts(), self.machine.shm_bytes)
+        yield Need("disk", self._disk_parts(), self.machine.disk_bytes)
+
+    def _engine_need(self, gpu_bytes: int) -> Need:
+        """Return what an engine needs for the cache of at least one longest trajectory."""
+        runners = self.config.env_runners
+        share = runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION)
+        if not isinstance(share, float | int) or not 0 < share <= 1:
+            raise ConfigError(
+                f"env_runners.engine_options: got gpu_memory_utilization {share!r}, expected a share above 0, at most 1"
+            )
+        cache = self.shape.kv_bytes_per_token(self.element_bytes) * runners.max_context_tokens // self.gpus_per_engine
+        parts = {
+            "weights": self.weight_bytes // self.gpus_per_engine,
+            "CUDA context, graphs and activations": _VLLM_OTHER_BYTES,
+            "cache of one longest trajectory": cache,
+            "buffers of a weight transfer": _TRANSFER_BYTES if choose_transport(self.config) == "broadcast" else 0,
+        }
+        if self.shares_gpus:
+            parts["learner, its states on the host"] = CUDA_CONTEXT_BYTES
+            parts["reference weights"] = self.learner.resting.get("reference weights", 0)
+        return Need("env runner GPU", parts, int(share * gpu_bytes))
+
+    def _retriever_parts(self) -> Parts:
+        retrieval = self.config.retrieval
+        vectors = vector_bytes(retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
+        parts = {"vectors": vectors // retrieval.num_shards, "CUDA context": CUDA_CONTEXT_BYTES}
+        if self.encoder is not None:
+            parts["encoder"] = 4 * self.encoder.num_parameters
+        return parts
+
+    def _host_parts(self) -> Parts:
+        retrieval, machines = self.config.retrieval, self.machine.num_machines
+        num_actors = self.num_runners + self.num_ranks + self.num_retriever_actors + retrieval.encoders.num_encoders
+        ranks = ceil(self.num_ranks / machines)
+        parts = {
+            "driver and Ray": _DRIVER_BYTES,
+            "processes": ceil(num_actors / machines) * (_ACTOR_BYTES + (_CUDA_HOST_BYTES if self.num_gpus else 0)),
+            "states that rest": ranks * self._resting_bytes(),
+            "copy of a checkpoint": self.weight_bytes + self._state_bytes() * ranks // self.num_ranks,
+            "object store": self._shm_parts()["object store"],
+        }
+        if not self.config.learners.num_gpus_per_learner:
+            parts["learners"] = ranks * self.learner.peak_bytes
+            parts["engines"] = ceil(self.num_runners / machines) * self._engine_bytes()
+        if self.has_vectors and not self.scans_on_gpu:
+            parts["vectors"] = vector_bytes(
+                retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
+            )
+        return parts
+
+    def _engine_bytes(self) -> int:
+        """Return what an engine on CPUs takes beside its runner's process."""
+        runners = self.config.env_runners
+        if runners.engine != "vllm":  # a cache for each trajectory; half of the longest is their mean
+            rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
+            cache = rows * runners.max_context_tokens * self.shape.kv_bytes_per_token(self.element_bytes)
+            return self.weight_bytes + cache // 2
+        return _VLLM_CPU_PROCESS_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # a twin to load into
+
+    def _shm_parts(self) -> Parts:
+        """Return the object store, with two batches of trajectories, and the files that engines read weights from.
+
+        Such a file holds a part of the weights, or one parameter that is larger: the embedding.
+        """
+        batch = self._num_trajectories() * self.config.env_runners.max_context_tokens * _BYTES_PER_TOKEN
+        parts = {"object store": 2 * batch}
+        if choose_transport(self.config) == "object_store":
+            parts["object store"] += self.weight_bytes
+            embedding = self.element_bytes * self.shape.vocab_size * self.shape.hidden_size
+            runners = ceil(self.num_runners / self.machine.num_machines)
+            is_vllm = self.config.env_runners.engine == "vllm"
+            parts["weights for vLLM"] = runners * max(PART_BYTES, embedding) if is_vllm else 0
+        return parts
+
+    def _resting_bytes(self) -> int:
+        """Return what a rank moves to the host's memory; while an engine samples on its GPU, all that it trains."""
+        trained = {name: size for name, size in self.learner.resting.items() if not name.startswith("reference")}
+        return sum(self.learner.host.values()) + (sum(kept_parts(trained).values()) if self.shares_gpus else 0)
+
+    def _state_bytes(self) -> int:
+        """Weights and moments of everything that is trained, in fp32; each rank copies and writes its part."""
+        return 12 * sum(trained_parameters(self.shape, self.config, has_critic=self.has_critic).values())
+
+    def _disk_parts(self) -> Parts:
+        checkpointing, retrieval = self.config.checkpointing, self.config.retrieval
+        kept = checkpointing.num_to_keep + bool(checkpointing.best_metric) + 1  # one is being written
+        parts = {f"{kept} checkpoints": kept * (self.weight_bytes + self._state_bytes())}
+        if checkpointing.keep_trajectories:
+            tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens // 2
+            parts["trajectories"] = self.config.training.num_iterations * tokens * _BYTES_PER_TOKEN
+        if needs_index(retrieval.type):
+            parts["index"] = index_bytes(retrieval.type, self.num_passages, self.dimension, retrieval.options)
+        return parts
+
+    # How long it takes
+
+    def _num_trajectories(self) -> int:
+        return self.config.training.train_batch_size * self.config.training.group_size
+
+    def times(self) -> Times:
+        """Estimate an iteration; without GPUs, generation and learning are not estimated."""
+        environment = self.config.environment
+        turns = (environment.max_turns + 1) / 2
+        num_retrievers = max(1, self.config.retrieval.num_retrievers)
+        most_at_once = self._num_trajectories() * search_options(environment).max_queries_per_turn
+        in_flight = min(_MAX_BATCH, ceil(most_at_once / num_retrievers))
+        search_s = most_at_once * (turns - 1) / in_flight * self._batch_s(in_flight) / num_retrievers
+        gpu = self.machine.gpu
+        samples, learns = self.config.env_runners.num_gpus_per_env_runner, self.config.learners.num_gpus_per_learner
+        return Times(
+            generation_s=self._generation_s(gpu, turns) if gpu is not None and samples else 0.0,
+            search_s=search_s,
+            batch_search_s=self._batch_s(in_flight),
+            learning_s=self._learning_s(gpu) if gpu is not None and learns else 0.0,
+            timeout_s=self.config.retrieval.requests.timeout_s,
+            index_s=self._index_s(gpu) if gpu is not None else 0.0,
+        )
+
+    def _index_s(self, gpu: Gpu) -> float:
+        """passages * tokens of a passage * FLOPs of a token / (efficiency * peak * GPUs); 0 if nothing is encoded."""
+        if self.encoder is None or self.config.retrieval.index:
+            return 0.0
+        flops = gpu.flops * self.machine.num_gpus * self.machine.num_machines
+        return encode_s(self.encoder, self.num_passages, PASSAGE_BYTES // _BYTES_PER_TEXT_TOKEN, flops)
+
+    def _batch_s(self, num_queries: int) -> float:
+        """Return the seconds of one batch at one replica: encoding, then the scan of its shards in parallel."""
+        retrieval, gpu = self.config.retrieval, self.machine.gpu
+        if not needs_index(retrieval.type):
+            return 0.0
+        per_shard = ceil(self.num_passages / retrieval.num_shards)
+        cores = max(1.0, retrieval.num_cpus_per_retriever)
+        flops = cores * CORE_FLOPS
+        if self.searches_on_gpu and gpu is not None:
+            flops = gpu.flops * min(1.0, retrieval.num_gpus_per_retriever)
+        if self.scans_on_gpu and gpu is not None:
+            scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
+        else:
+            scan = scan_s(retrieval.type, per_shard, self.dimension, num_queries, retrieval.options, cores)
+        if retrieval.encoders.num_encoders:
+            on_gpu = retrieval.encoders.num_gpus > 0 and gpu is not None
+            flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.encoders.num_cpus) * CORE_FLOPS
+        encoding = encode_s(self.encoder, num_queries, TOKENS_PER_QUERY, flops) if self.encoder is not None else 0.0
+        return encoding + scan
+
+    def pace(self, gpu: Gpu) -> Pace:
+        """Estimate how long the parts of a run take."""
+        retrieval, index = self.config.retrieval, 0
+        if self.has_vectors:
+            index = vector_bytes(
+                retrieval.type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
+            )
+        loading = index // retrieval.num_shards / _LOAD_BYTES_PER_S
+        return Pace(
+            self._engine_pace(gpu),
+            SearchPace(self._batch_s, start_s=START_S + loading),
+            LearnerPace(self._learning_s(gpu) / self._num_trajectories(), self.weight_bytes / _PUBLISH_BYTES_PER_S),
+        )
+
+    def _engine_pace(self, gpu: Gpu) -> EnginePace:
+        """Decoding is bound by reading weights and cache once per step (all rows sample one token)."""
+        context, bandwidth = self.config.env_runners.max_context_tokens / 2, gpu.bytes_per_s * _BANDWIDTH_SHARE
+        return EnginePace(
+            base_s=self.weight_bytes / (bandwidth * self.gpus_per_engine),
+            row_s=context * self.shape.kv_bytes_per_token(self.element_bytes) / (bandwidth * self.gpus_per_engine),
+            prefill_s=self.shape.forward_flops_per_token / (gpu.flops * _MFU * self.gpus_per_engine),
+            start_s=START_S + self.weight_bytes / _LOAD_BYTES_PER_S,
+        )
+
+    def _generation_s(self, gpu: Gpu, turns: float) -> float:
+        """Decoding, and the tokens that are only read, once each: prompts and observations."""
+        runners, pace = self.config.env_runners, self._engine_pace(gpu)
+        num_sampled = turns * TOKENS_PER_TURN
+        rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
+        num_read = max(0.0, runners.max_context_tokens / 2 - num_sampled)
+        each_s = num_sampled * pace.step_s(rows) / rows + num_read * pace.prefill_s
+        return self._num_trajectories() / self.num_runners * each_s
+
+    def _learning_s(self, gpu: Gpu) -> float:
+        """Three forward passes' worth per step and model, one more with checkpointing, one per scoring pass."""
+        training = self.config.training
+        tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
+        passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing else 3)
+        scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
+        total = passes * (1 + self.has_critic) + scoring
+        return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
+
+
+def _count_option(config: RunConfig, name: str) -> int:
+    found = config.env_runners.engine_options.get(name, 1)
+    if not isinstance(found, int) or found < 1:
+        raise ConfigError(f"env_runners.engine_options: got {name} {found!r}, expected a whole number, at least 1")
+    return found
+
+
+def _need_remedy(need: Need, run: _Run) -> str:
+    """Return the nearest setting with which the place holds what it must."""
+    place = need.place.split(",")[0]
+
+    def fits(config: RunConfig) -> bool:
+        return all(other.fits for other in replace(run, config=config).needs() if other.place.startswith(place))
+
+    return "" if need.fits else find_remedy(run.config, place_changes(place, run.config), fits)
+
+
+def _search_remedy(times: Times, run: _Run) -> str:
+    """Return the nearest setting with which searches are fast enough."""
+    changes = search_changes(run.config, num_cpus=run.machine.num_cpus)
+    return (
+        find_remedy(run.config, changes, lambda config: not replace(run, config=config).times().problem)
+        if times.problem
+        else ""
+    )

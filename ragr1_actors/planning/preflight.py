@@ -1,0 +1,416 @@
+"""Checks before a run directory is made: names in a configuration, the files that it reads, and the room it needs."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cluster.storage import is_uri, without_secrets
+from envs.base import ENVS, TextEnv, read_options
+from envs.checker import Check, problem_of, stand_in_context
+from envs.measures import MEASURES
+from envs.options import ToolOptions
+from envs.rewards import REWARDS, Reward
+from envs.sources import SOURCES, TaskSources, TeacherSource, is_source
+from envs.tasks.curriculum import CURRICULA, Curriculum, all_skipped, checked_order, checked_skip, make_curriculum
+from envs.tasks.task_stats import Stats, TaskStats
+from envs.tools.base import check_retriever, make_tools
+from envs.tools.env import ToolEnv
+from learners.options import LEARNERS, learner_options
+from ragr1_actors.core.config import (
+    RETRIEVAL_TYPES,
+    EnvironmentSettings,
+    EnvRunnerSettings,
+    ModelSettings,
+    RunConfig,
+    SamplerConfig,
+    TaskNames,
+)
+from ragr1_actors.core.errors import ConfigError, UserError, nearest
+from ragr1_actors.core.files import read_json
+from ragr1_actors.core.models.model_code import check_code
+from ragr1_actors.core.models.model_files import check_files, load_model
+from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
+from ragr1_actors.core.types import Message, Task
+from ragr1_actors.planning.corpus import corpus_of
+from ragr1_actors.planning.plan import count_passages, make_plan, this_machine
+from ragr1_actors.planning.tiny_policy import POLICIES, policy_maker
+from ragr1_actors.rollout.chat_format import chat_format_of
+from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
+from ragr1_actors.rollout.engines.chat_client import open_models
+from ragr1_actors.rollout.gateway.agent_kinds import check_agent
+from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
+from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
+from retrieval.local import named_index, retriever_class
+
+logger = logging.getLogger(__name__)
+_ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
+
+
+def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
+    """Check every name of a run's configuration. The libraries behind known names are not imported.
+
+    ``has_index``: the run has made its index, and the corpus is not needed any more; ``has_policy``: it has the policy
+    that it began with.
+
+    Raises:
+        ConfigError: a name is unknown; the message has the key, what was got and what was expected.
+        DataError: ``retrieval.index`` names a directory without an index, or an index of another encoder; or a file of
+            tasks or demonstrations is damaged.
+    """
+    environment, demonstrations = config.environment, config.sft.demonstrations
+    check_classes(config)
+    _check_tasks("environment.tasks", environment.tasks, environment)
+    if environment.eval_tasks:
+        _check_tasks("environment.eval_tasks", environment.eval_tasks, environment)
+    check_sampler(config, has_index=has_index, has_policy=has_policy)
+    if config.env_runners.engine == "endpoint":
+        raise ConfigError(
+            "env_runners.engine: got endpoint, which has neither token ids nor log-probs to train on; set it to vllm "
+            "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
+        )
+    check_curriculum(environment)
+    _check_best_metric(config)
+    if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
+        TeacherSource(environment, demonstrations)
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    metric, known = config.checkpointing.best_metric, {**MEASURES, **check_environment(config.environment.env).measures}
+    if metric and metric not in known:
+        raise ConfigError(f"checkpointing.best_metric: got {metric!r}{nearest(metric, known)}")
+
+
+def check_room(config: RunConfig, run_dir: Path) -> list[str]:
+    """Compare what a run needs with this machine, by ``ragr1 plan``; return warnings about what is narrow.
+
+    A run that reserves more GPUs than this machine has runs on a cluster: nothing is checked.
+
+    Raises:
+        ConfigError: a memory is too small, or a search would exceed its timeout.
+    """
+    machine = this_machine(run_dir)
+    try:
+        plan = make_plan(config, machine, count_passages(config))
+    except ConfigError as error:
+        return [f"memory and time are not checked: {error}"]
+    if plan.num_gpus > machine.num_gpus:
+        return []
+    impossible = [need.problem for need in plan.needs if need.is_impossible]
+    if plan.times.is_too_slow:
+        impossible.append(plan.times.problem)
+    if impossible:
+        raise ConfigError(f"the run does not fit this machine: {'; '.join(impossible)}")
+    return plan.problems
+
+
+def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
+    """Check what a ``Sampler`` uses: environment, reward, engine, policy and retrieval. Raises as ``check_names``."""
+    check_classes(config)
+    if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")
+    policy_maker(config.policy)
+    model = config.policy.model
+    if not has_policy and (policy := _model_folder("policy.model", model, "Qwen/Qwen2.5-7B", *POLICIES)) is not None:
+        check_code(policy, trusted=config.policy.trust_remote_code)
+        _check_model(policy, trusted=config.policy.trust_remote_code)
+        check_tokenizer(config)
+    retrieval = config.retrieval
+    if retrieval.reranker and needs_index(retrieval.type):
+        _model_folder("retrieval.reranker", retrieval.reranker, "cross-encoder/ms-marco-MiniLM-L6-v2")
+    run = str(retrieval.options.get("run", ""))
+    if retrieval.type == "replay" and is_uri(run) and "@" in run:
+        raise ConfigError(
+            f"retrieval.options: the URI {without_secrets(run)} has credentials, which would be stored with the run; "
+            "put them into the environment"
+        )
+    if not needs_index(retrieval.type) and (retrieval.autoscaling or retrieval.encoders.autoscaling):
+        raise ConfigError(
+            f"retrieval.autoscaling: got settings with retrieval.type={retrieval.type}, which has no actors to scale; "
+            "leave autoscaling and encoders.autoscaling empty"
+        )
+    if retrieval.type in SHARED_KEYS:  # it reads its options when it is made
+        shared = {key: getattr(retrieval.requests, key) for key in SHARED_KEYS[retrieval.type]}
+        load_object(retrieval.type, RETRIEVERS)(shared | retrieval.options)
+    elif needs_index(retrieval.type) and retrieval.index:
+        named_index(retrieval)
+    elif needs_index(retrieval.type) and not has_index:
+        expected = "a corpus file, or retrieval.index=FOLDER of an index that is built"
+        if not retrieval.corpus or is_source(retrieval.corpus):
+            corpus_of(config)
+        else:
+            _is_file("retrieval.corpus", retrieval.corpus, expected, *SOURCES)
+
+
+def check_classes(config: SamplerConfig) -> None:
+    """Check the names of classes and functions, custom ones too; ``ConfigError`` on one that cannot be used."""
+    check_environment(config.environment.env)
+    read_options(config.environment)
+    _load("environment.reward", config.environment.reward, REWARDS)
+    Reward(config.environment)
+    open_models(config.environment.models)
+    for name, settings in config.environment.models.items():
+        _check_asked(name, settings)
+    _check_engine("env_runners.engine", config.env_runners.engine)
+    check_strategy(config.env_runners)
+    _check_retrieval_type(config.retrieval.type)
+    if issubclass(check_environment(config.environment.env), ToolEnv):
+        make_tools(config.environment.tools, stand_in_context(config.environment), ToolOptions())
+        check_retriever(config.environment.tools, retriever_class(config.retrieval.type))
+    elif config.environment.mcp:
+        raise ConfigError("environment.mcp: only environment.env=tools offers its tools; set it, or leave mcp out")
+    check_agent(config)
+    if isinstance(config, RunConfig):
+        _check_learner(config)
+
+
+def check_environment(name: str) -> type[TextEnv]:
+    """Return the environment's class; ``ConfigError`` if it is no ``TextEnv``, lacks methods or takes other input."""
+    found: type[TextEnv] = _load("environment.env", name, ENVS)
+    _check_class("environment.env", name, found, TextEnv, "(settings, context)", 2)
+    return found
+
+
+def check_strategy(settings: EnvRunnerSettings) -> RolloutStrategy:
+    """Return the strategy; ``ConfigError`` if it is no ``RolloutStrategy``, takes other input, or cannot be made."""
+    key, name = "env_runners.strategy", settings.strategy
+    _check_class(key, name, _load(key, name, STRATEGIES), RolloutStrategy, "(options)", 1)
+    strategy = make_strategy(settings)
+    _check_signature(key, f"{name}.sample", strategy.sample, "(request, play)", 2)
+    if not inspect.iscoroutinefunction(strategy.sample):
+        raise ConfigError(f"{key}: {named(strategy.sample)} is plain, expected async def")
+    return strategy
+
+
+def check_curriculum(environment: EnvironmentSettings) -> Curriculum:
+    """Return the curriculum; ``ConfigError`` if it is no ``Curriculum``, takes other input, or cannot be made."""
+    key, name = "environment.curriculum", environment.curriculum
+    _check_class(key, name, _load(key, name, CURRICULA), Curriculum, "(options)", 1)
+    curriculum = make_curriculum(environment)
+    _check_signature(key, f"{name}.order", curriculum.order, "(rest, stats, epoch, rng)", 4)
+    _check_signature(key, f"{name}.skip", curriculum.skip, "(task, stats)", 2)
+    return curriculum
+
+
+def try_curriculum(curriculum: Curriculum) -> list[Check]:
+    """Ask for the order of made-up tasks, and what to skip of them, before anything was trained and after it."""
+    tasks = [Task(f"check/{number}", "?", ("Riga",), meta={"pass_rate": number / 4}) for number in range(5)]
+    trained = {task.task_id: TaskStats(4, number, float(number)) for number, task in enumerate(tasks)}
+
+    def ask(stats: Stats) -> None:
+        checked_order(curriculum, tasks, stats, 0, np.random.default_rng(0))
+        skipped = [checked_skip(curriculum, task, stats) for task in tasks]
+        if all(skipped) and not stats:
+            raise all_skipped(curriculum, len(tasks), 0)
+
+    cases: dict[str, Stats] = {"before anything was trained": {}, "of tasks that were trained": trained}
+    return [
+        Check(f"order and skip {when}", problem_of(partial(ask, MappingProxyType(stats)), curriculum))
+        for when, stats in cases.items()
+    ]
+
+
+def _check_asked(name: str, settings: ModelSettings) -> None:
+    key = f"environment.models.{name}"
+    if settings.engine == "endpoint":
+        raise ConfigError(f"{key}.engine: got endpoint; leave it empty, and give the address as {key}.url")
+    if settings.engine:
+        _check_engine(f"{key}.engine", settings.engine)
+        _model_folder(f"{key}.model", settings.model, "Qwen/Qwen2.5-7B-Instruct")
+
+
+def _check_engine(key: str, name: str) -> None:
+    if name not in ENGINES:
+        engine = _load(key, name, ENGINES)
+        expected = f"a class with the methods {', '.join(_ENGINE_METHODS)}, see {Engine.__module__}"
+        _check_methods(key, name, engine, _ENGINE_METHODS, expected)
+        _check_signature(key, name, engine, "(policy_dir, tokenizer, settings)", 3)
+
+
+def _check_learner(config: RunConfig) -> None:
+    key, name = "training.algorithm", config.training.algorithm
+    if name == "sft":
+        raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
+    if name not in LEARNERS:
+        learner = _load(key, name, {known: LEARNERS[known] for known in LEARNERS if known != "sft"})
+        from learners.learner import Learner  # torch and transformers: only to check a custom class
+
+        _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
+    learner_options(config.training).check(config)
+
+
+def _check_retrieval_type(name: str) -> None:
+    if ":" in name:
+        expected = "a class with the method async search(queries, k), see retrieval.base.Retriever"
+        _check_methods("retrieval.type", name, _load("retrieval.type", name, {}), ("search",), expected)
+    elif name not in RETRIEVAL_TYPES:
+        raise ConfigError(
+            f"retrieval.type: got {name!r}, expected one of {', '.join(RETRIEVAL_TYPES)} or my_module:MyRetriever"
+        )
+
+
+def _model_folder(key: str, model: str, example: str, *words: str) -> Path | None:
+    """Return the folder of a model; None for a word and a hub name. ``ConfigError`` on what is none of these."""
+    path = path_of(model, *words)
+    if path is None:
+        return None
+    kinds = [*words, "a Hugging Face folder (config.json, weights and tokenizer) or a hub name such as " + example]
+    expected = ", ".join(kinds)
+    try:
+        folder, has_config = named_folder(model), (path / "config.json").is_file()
+        file = next((found for found in (path, path.parent) if found.is_file()), None)
+    except OSError as error:
+        raise ConfigError(f"{key}: {model[:80]!r}: {error.strerror}; expected {expected}") from error
+    if file is not None:
+        raise ConfigError(f"{key}: {file} is a file, expected {expected}")
+    if folder is not None and not has_config:
+        raise ConfigError(f"{key}: the folder {model} holds no config.json, expected {expected}")
+    if folder is None and (not model or model[0] in "/.~" or model.count("/") > 1):  # no hub name looks like these
+        raise ConfigError(f"{key}: there is no folder {model!r}, expected {expected}")
+    return folder
+
+
+def _check_model(folder: Path, *, trusted: bool) -> None:
+    """Refuse a damaged folder here, and not in every actor that loads it; its weights are not read."""
+    check_files(folder)
+    is_quantized = "quantization_config" in read_json(Path(folder, "config.json"))
+    if not trusted and not is_quantized:  # their packages may be on the actors' nodes only
+        load_model(folder, device_map="meta", trust_remote_code=False)
+
+
+def check_tokenizer(config: SamplerConfig) -> None:
+    """Check the tokenizer and the chat template of a policy's folder with the recipe's prompt.
+
+    A token that no text, prompt or end of a turn has may be beyond the model's embeddings, as a pad that is not used:
+    it is named in a warning.
+
+    Raises:
+        ConfigError: the tokenizer cannot be used, the template refuses the prompt or leaves it out, or the embeddings
+            lack a token.
+    """
+    folder = named_folder(config.policy.model)
+    if folder is None or config.policy.trust_remote_code:  # the packages of its code may be on the actors' nodes only
+        return
+    tokenizer = load_tokenizer(folder, config.policy)
+    chat_format_of(config, tokenizer)
+    try:
+        prompt_ids = tokenizer.prompt_ids([Message("user", config.environment.prompt)])
+    except ConfigError:
+        if config.environment.env in ENVS:
+            raise
+        prompt_ids = []  # a prompt of other roles may be what the template wants
+    other = [Message("user", f"{config.environment.prompt} Riga")]
+    if config.environment.env in ENVS and prompt_ids == tokenizer.prompt_ids(other):
+        raise ConfigError(
+            f"{folder}: its chat template leaves out what the user says, as one for a list of texts and images does; "
+            "have it write message['content'], or take another model"
+        )
+    model = read_json(folder / "config.json")
+    num_embeddings = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
+    if not isinstance(num_embeddings, int):
+        return
+    needed, unused = tokenizer.lacking(num_embeddings, prompt_ids)
+    if needed:
+        raise ConfigError(
+            f"{folder}: the model has {num_embeddings:,} embeddings, and its tokenizer {len(needed):,} tokens beyond "
+            f"them that may occur, such as {needed[0]!r}; resize the embeddings (resize_token_embeddings of "
+            "transformers), or take the model's own tokenizer"
+        )
+    if unused:
+        logger.warning(
+            "%s: the model's %s embeddings lack %s tokens of its tokenizer, such as %r; nothing here uses them",
+            folder,
+            f"{num_embeddings:,}",
+            f"{len(unused):,}",
+            unused[0],
+        )
+
+
+def _check_tasks(key: str, named: TaskNames, environment: EnvironmentSettings) -> None:
+    """Raise a ``ConfigError`` that begins with ``key`` if a source or file that it names is not there.
+
+    All tasks are read once: ``DataError`` if a file is damaged, or a source raises or returns what are no tasks.
+    """
+    is_eval = key.endswith("eval_tasks")
+    try:
+        sources = TaskSources.open(named, environment, whole=is_eval)
+        for files in sources.files:
+            files.check_files()
+    except UserError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if not is_eval:
+        sources.tasks("train", seed=0)
+    sources.tasks("eval", seed=0)
+
+
+def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
+    """Return whether a key has the path of a file and not one of its words; ``ConfigError`` if it is neither."""
+    path = path_of(value, *words)
+    if path is None:
+        return False
+    expected = f"expected {' or '.join([*filter(None, [', '.join(words)]), expected])}"
+    if not value:
+        raise ConfigError(f"{key}: got nothing, {expected}")
+    try:
+        is_file = path.is_file()
+    except OSError as error:
+        raise ConfigError(f"{key}: {value[:80]!r}: {error.strerror}; {expected}") from error
+    if not is_file:
+        raise ConfigError(f"{key}: there is no file {value}, {expected}")
+    return True
+
+
+def _load(key: str, name: str, known: Mapping[str, Any]) -> Any:
+    try:
+        return load_object(name, known)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_class(key: str, name: str, found: Any, base: type, arguments: str, count: int) -> None:
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise _wrong_kind(key, name, found, f"a subclass of {base.__name__}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{key}: {name} lacks the methods {', '.join(missing)}; write them{_at(found)}")
+    _check_signature(key, name, found, arguments, count)
+
+
+def _check_methods(key: str, name: str, found: Any, methods: Sequence[str], expected: str) -> None:
+    if not isinstance(found, type):
+        raise _wrong_kind(key, name, found, expected)
+    missing = [method for method in methods if not callable(inspect.getattr_static(found, method, None))]
+    if missing:
+        raise ConfigError(f"{key}: {name} has no {', '.join(missing)}; expected {expected}{_at(found)}")
+
+
+def _check_signature(key: str, name: str, function: Callable[..., Any], arguments: str, count: int) -> None:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError as error:
+        advice = f"let it take these{_at(function)}"
+        raise ConfigError(f"{key}: {name} cannot be called with {arguments}: {error}; {advice}") from error
+    except ValueError:  # written in C, without a signature
+        return
+
+
+def _wrong_kind(key: str, name: str, found: Any, expected: str) -> ConfigError:
+    if isinstance(found, type):
+        kind = f"the class {found.__name__}"
+    else:
+        kind = "a function" if inspect.isroutine(found) else f"a {type(found).__name__}"
+    return ConfigError(f"{key}: {name} is {kind}, expected {expected}{_at(found)}")
+
+
+def _at(written: Any) -> str:
+    """Return where a user's class or function is written, as the end of a message."""
+    place = place_of(written)
+    return place and f" ({place})"

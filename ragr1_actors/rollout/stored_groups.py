@@ -1,0 +1,108 @@
+"""StoredGroups: trajectories that were sampled before, by another run, another policy or another system.
+
+``training.from_trajectories`` names their folder; ``training/stored_fleet.py`` trains on them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ragr1_actors.core.errors import DataError, shortened
+from ragr1_actors.core.files import WRITING
+from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
+from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
+
+KEY = "training.from_trajectories"
+_NUM_COMPARED = 8
+"""Trajectories of each file whose first turn is decoded; one that is read as it was sampled is enough."""
+_NOT_TRAINED = ("eval_", "demonstrations.", WRITING)
+"""With what the names of a run's other files begin."""
+_ROUNDING = 1e-3
+"""A log-prob may be above 0 by so much."""
+
+
+class StoredGroups:
+    """The groups of a folder by task, in memory; trajectories that failed are left out."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read a run's training batches; of a folder that is no run these too, or else all but what a run evaluated.
+
+        Raises:
+            DataError: there is no file, no trajectory that did not fail, or a damaged file.
+        """
+        if not folder.is_dir():
+            raise DataError(f"{KEY}: {folder} is no folder; give a run directory, or a folder of *.arrow files")
+        self._groups: dict[str, list[TrajectoryGroup]] = defaultdict(list)
+        self._compared: dict[Path, list[Trajectory]] = defaultdict(list)
+        for path, group in ((file, group) for file in _files(folder) for group in read_trajectories(file)):
+            kept = tuple(one for one in group.trajectories if not one.stop_reason.is_failure)
+            for one in kept:
+                if problem := problem_of_arrays(one):
+                    raise DataError(f"{KEY}: {path}: {one.trajectory_id} has {problem}; leave it out, or write it anew")
+            if len(kept) > 1 or len(kept) == len(group.trajectories):  # what is left of several has no baseline alone
+                self._groups[group.task.task_id].append(replace(group, trajectories=kept))
+                self._compared[path] += kept[: len(self._compared[path]) < _NUM_COMPARED]
+        if not self._groups:
+            raise DataError(
+                f"{KEY}: {folder} has no trajectories to train on; give a run with checkpointing.keep_trajectories, or "
+                "a folder of *.arrow files beside demonstrations.arrow and eval_*.arrow"
+            )
+
+    def check_tokens(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Raise a ``DataError`` if a file's token ids are other texts to a policy than to the one that sampled them."""
+        for path, trajectories in self._compared.items():
+            pairs = [
+                (decode(one.token_ids[one.turn_positions[0]].tolist()), one.turns[0].completion_text)
+                for one in trajectories
+                if one.turns
+            ]
+            if pairs and all(read != sampled for read, sampled in pairs):
+                read, sampled = (shortened(repr(text)) for text in pairs[0])
+                raise DataError(
+                    f"{KEY}: {path}: the tokenizer of policy.model reads {read} where {sampled} was sampled; name the "
+                    "policy that sampled the trajectories, or one with its tokenizer"
+                )
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that have groups, in the order of the files."""
+        return tuple(groups[0].task for groups in self._groups.values())
+
+    def group(self, task_id: str, epoch: int) -> TrajectoryGroup:
+        """Return a group of a task: in each epoch the next one, and after the last the first."""
+        groups = self._groups[task_id]
+        return groups[epoch % len(groups)]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a run, or of another folder, that can be trained on."""
+    of_run = folder / TRAJECTORIES
+    found = sorted((of_run if of_run.is_dir() else folder).glob("*.arrow"))
+    batches = [path for path in found if path.name.startswith("iteration_")]
+    return batches or [path for path in found if not path.name.startswith(_NOT_TRAINED)]
+
+
+def problem_of_arrays(one: Trajectory) -> str:
+    """Return what cannot be trained on in the numbers of a trajectory; empty if all can be."""
+    acted, rewards = one.behaviour_logprobs, (one.reward, *one.turn_rewards)
+    arrays = {name: getattr(one, name) for name in ("kinds", "logprobs", "policy_versions")}
+    lengths = {name: len(array) for name, array in arrays.items() if len(array) != one.num_tokens}
+    if acted is not None and len(acted) != one.num_tokens:
+        lengths["behaviour_logprobs"] = len(acted)
+    if lengths:
+        return f"{one.num_tokens} token_ids, but {', '.join(f'{count} {name}' for name, count in lengths.items())}"
+    if one.row_lengths and (min(one.row_lengths) < 1 or sum(one.row_lengths) != one.num_tokens):
+        return f"{one.num_tokens} tokens in rows of {shortened(repr(one.row_lengths))}"
+    if not np.isfinite(rewards).all():
+        return f"the reward {rewards[0]} and {shortened(repr(rewards[1:]))} of its turns, expected finite numbers"
+    if (one.token_ids < 0).any():
+        return f"the token id {one.token_ids.min()}, expected ids from 0"
+    logprobs = one.logprobs[one.kinds == TokenKind.MODEL]
+    if (bad := logprobs[~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))]).size:
+        return f"the log-prob {bad[0]:g} of a sampled token, expected finite ones up to 0"
+    return ""
