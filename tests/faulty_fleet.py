@@ -15,8 +15,7 @@ from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.lab.simulation.fleet import SimulatedRunners
 from ragr1_actors.lab.simulation.workload import Attempt, TurnShape
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 
 RESTART_S, HANG_TIMEOUT_S = 2.0, 3.0
 

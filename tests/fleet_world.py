@@ -8,14 +8,13 @@ from typing import Any
 
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 
 
 def request(index: int, **changes: Any) -> GroupRequest:
     """Ask for two trajectories."""
     task = Task(f"t/{index}", f"Where is Riga {index}?", ("Latvia",))
-    return GroupRequest(Issue(f"{task.task_id}#0", task, 0), 2, **{"temperature": 1.0, **changes})
+    return GroupRequest(f"{task.task_id}#0", task, 2, **{"temperature": 1.0, **changes})
 
 
 def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:

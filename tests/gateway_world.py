@@ -16,7 +16,7 @@ from ragr1_actors.core.types import Completion, OnText, Sampling, Task, Trajecto
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.gateway.agents import AgentSession
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 
 TASK = Task("t", "Where was Ana born?", ("Riga",))
 TOOL = {
@@ -71,7 +71,7 @@ async def play(
     """Return the trajectories of a task that an agent solved."""
     runner = runner_of(tokenizer, config_of(agent, **more), scripts, retriever)
     try:
-        group = await runner.sample_group(GroupRequest(Issue("t", task, 0), number, 1.0))
+        group = await runner.sample_group(GroupRequest("t", task, number, 1.0))
     finally:
         assert runner._agents is not None
         await runner._agents.close()

@@ -111,7 +111,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     runners.scale_to(1)
     retrievers.scale_to(1)
     runners.submit(request(1))
-    tell(sorted(one.request.issue.issue_id for one in collect_all(runners)))
+    tell(sorted(one.request.issue_id for one in collect_all(runners)))
     assert runners.fleet.drain_nodes({second.node_id}) == 1
     until(lambda: retrievers.state().num_running == 1 and len(find_actors(retrievers.name)) == 1)
     (actor,) = retrievers.handles.values()

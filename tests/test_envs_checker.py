@@ -23,7 +23,7 @@ from envs.search import SearchEnv
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings
 from ragr1_actors.core.types import Completion, Message, Sampling, Task, TokenKind, ToolCall, Trajectory
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.stored_groups import problem_of_arrays
 from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -38,7 +38,7 @@ from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.store import find_store
 
@@ -115,7 +115,7 @@ def runner_of(config: SamplerConfig, tokenizer: PolicyTokenizer, turns: dict[str
 
 
 async def play(runner: EnvRunner, number: int = 0) -> Trajectory:
-    request = GroupRequest(Issue(f"t{number}", Task("t", "Where was Ana born?", ("Riga",)), 0), 1, 1.0)
+    request = GroupRequest(f"t{number}", Task("t", "Where was Ana born?", ("Riga",)), 1, 1.0)
     (found,) = (await runner.sample_group(request)).trajectories
     return found
 

@@ -33,7 +33,7 @@ from ragr1_actors.planning.preflight import check_names, check_tokenizer
 from ragr1_actors.rollout.chat_format import make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from retrieval.base import Passage
 
 HERE = __name__
@@ -141,7 +141,7 @@ async def play(
 ) -> Trajectory:
     environment = EnvironmentSettings(env="tools", tools=tools, max_turns=4, **more)
     config = SamplerConfig(environment=environment, env_runners=EnvRunnerSettings(max_context_tokens=20_000))
-    request = GroupRequest(Issue("t", TASK, 0), 1, 1.0)
+    request = GroupRequest("t", TASK, 1, 1.0)
     runner = EnvRunner(config, tokenizer, retriever or Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
     runner.engine = ScriptedEngine({"t/0": turns}, runner._chat.turn_ids, turn_start=tokenizer.turn_start)
     (found,) = (await runner.sample_group(request)).trajectories
@@ -485,7 +485,7 @@ def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
     config = SamplerConfig(environment=EnvironmentSettings(env="tools"))
     tags = config.model_copy(update={"policy": config.policy.model_copy(update={"chat_format": "tags"})})
     runner = EnvRunner(tags, tokenizer, Finds(), ScriptedEngine({}, list))  # type: ignore[arg-type]
-    (found,) = asyncio.run(runner.sample_group(GroupRequest(Issue("t", TASK, 0), 1, 1.0))).trajectories
+    (found,) = asyncio.run(runner.sample_group(GroupRequest("t", TASK, 1, 1.0))).trajectories
     assert "environment.env: tools needs a chat format that writes calls; set policy.chat_format" in found.error
 
 

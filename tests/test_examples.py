@@ -28,7 +28,7 @@ from ragr1_actors.core.types import StopReason, Task, Trajectory, TrajectoryGrou
 from ragr1_actors.planning.preflight import check_classes, check_curriculum, try_curriculum
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 
@@ -60,7 +60,7 @@ async def sample(
     config = SamplerConfig(environment=settings, env_runners=EnvRunnerSettings(**(env_runners or {})))
     engine = ScriptedEngine({f"t/{n}": script for n, script in enumerate(scripts)}, TOKENIZER.encode)
     runner = EnvRunner(config, TOKENIZER, Finds([ANA, BO]), engine)
-    group = await runner.sample_group(GroupRequest(Issue("t", task, 0), len(scripts), 1.0, context=context))
+    group = await runner.sample_group(GroupRequest("t", task, len(scripts), 1.0, context=context))
     assert [one.error for one in group.trajectories] == [""] * len(group.trajectories)
     return group
 

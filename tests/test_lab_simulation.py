@@ -35,8 +35,7 @@ from ragr1_actors.lab.simulation.study import Study
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Attempt, DrawnWorkload, TurnShape, made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.runs.bottleneck import Limit
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.runs.store import RunStore, find_store
@@ -244,8 +243,7 @@ def test_littles_law_holds() -> None:
     config, num_in_flight, num_trajectories = configured(), 20, 400
     workload = DrawnWorkload(config)
     pace = replace(FAST, engine=EnginePace(0.005, 0.002), search=SearchPace(partial(batch_s, 0.3, 0.01)))
-    issues = [Issue(f"{number}#0", made_up_task(number), 0) for number in range(num_trajectories)]
-    waiting = [GroupRequest(issue, 1, 1.0) for issue in issues]
+    waiting = [GroupRequest(f"{number}#0", made_up_task(number), 1, 1.0) for number in range(num_trajectories)]
     seconds: list[float] = []
     with closing(VirtualLoop()) as loop:
         retrievers = SimulatedRetrievers(loop, config, pace, workload, 2)

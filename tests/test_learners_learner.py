@@ -39,7 +39,7 @@ from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCal
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.training.buffer import take_histograms
+from ragr1_actors.training.batch_metrics import take_histograms
 
 pytestmark = pytest.mark.engine
 

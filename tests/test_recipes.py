@@ -20,7 +20,7 @@ from ragr1_actors.lab.claim import claim_files, read_claim
 from ragr1_actors.lab.methods import copy_method, method_recipes
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 
@@ -83,7 +83,7 @@ class Fixed:
             RewardContext("train", progress),
         )
         num_asked = len([one for one in self.trajectories if not one.get("parent")]) if self.together else 1
-        group = await runner.sample_group(GroupRequest(Issue("t", task, 0), num_asked, 1.0, context=context))
+        group = await runner.sample_group(GroupRequest("t", task, num_asked, 1.0, context=context))
         assert [one.error for one in group.trajectories] == [""] * len(scripts)
         return list(group.trajectories)
 

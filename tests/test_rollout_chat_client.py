@@ -24,7 +24,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.chat_client import EngineChat, open_models
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from retrieval.base import AskingRetriever, Passage, Retriever
 from retrieval.local import inner_retriever
 
@@ -50,7 +50,7 @@ async def judged(trajectory: Trajectory, context: RewardContext) -> float:
 
 async def play(settings: SamplerConfig, retriever: Retriever | None = None) -> Trajectory:
     tokenizer, task = ByteTokenizer(), Task("t", "Where?", ("Riga",))
-    request = GroupRequest(Issue("t", task, 0), 1, 0.0)
+    request = GroupRequest("t", task, 1, 0.0)
     engine = ScriptedEngine({"t/0": ["<search>Riga</search>", "<answer>Riga</answer>"]}, tokenizer.encode)
     runner = EnvRunner(settings, tokenizer, retriever or OnePassage(), engine)
     return (await runner.sample_group(request)).trajectories[0]

@@ -38,9 +38,8 @@ from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.forks import Fork
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.recorder import Recorder
+from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.recorder import Fork, Recorder
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from retrieval.base import Passage
 
@@ -365,7 +364,7 @@ async def act(url: str, chat_format: str = "auto", **environment: Any) -> Trajec
         }
     )
     runner = EnvRunner.load(config, Path("none"), DictRetriever([ANA]))
-    return (await runner.sample_group(GroupRequest(Issue("t", TASK, 0), 1, 0.0))).trajectories[0]
+    return (await runner.sample_group(GroupRequest("t", TASK, 1, 0.0))).trajectories[0]
 
 
 async def test_tools_are_called_as_the_endpoint_calls_them() -> None:

@@ -29,7 +29,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.rollout.groups import summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -106,7 +106,7 @@ async def test_the_trajectories_of_a_group_are_sampled_at_the_same_time(policy_d
 def test_groups_come_back_as_record_batches_with_their_summary(ray_local: ModuleType, group: EnvRunnerGroup) -> None:
     group.submit(request(0))
     group.submit(request(1))
-    by_id = {finished.request.issue.issue_id: finished for finished in drain(group)}
+    by_id = {finished.request.issue_id: finished for finished in drain(group)}
     assert len(by_id) == 2
     assert by_id["t/0#0"].summary.means["tokens"] > 0
     (decoded,) = groups_from_record_batch(ray_local.get(by_id["t/1#0"].batch))
@@ -130,7 +130,7 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     finished += group.collect()
     os.kill(pid, signal.SIGKILL)
     finished += drain(group)
-    ids = [one.request.issue.issue_id for one in finished]
+    ids = [one.request.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(40))
     assert group.fleet.num_restarts == num_restarts + 1
 
@@ -306,7 +306,7 @@ def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle
         finished = drain(fleet)
     finally:
         os.kill(slow, signal.SIGCONT)
-    assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(16, 20)]
+    assert sorted(one.request.issue_id for one in finished) == [f"t/{index}#0" for index in range(16, 20)]
     metrics = fleet.metrics()
     assert metrics["num_hedged"] >= 2
     assert metrics["num_restarts"] == 0

@@ -63,7 +63,7 @@ def test_of_ten_agents_in_flight_none_is_lost_doubled_or_left_when_their_runner_
         wait_for(lambda: not any(map(is_alive, first)), 120)
         go.touch()
         finished = drain(fleet)
-        assert sorted(one.request.issue.issue_id for one in finished) == [f"t/{index}#0" for index in range(5)]
+        assert sorted(one.request.issue_id for one in finished) == [f"t/{index}#0" for index in range(5)]
         trajectories = [
             trajectory
             for one in finished
@@ -99,7 +99,7 @@ def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None
         fleet.wait_until_ready()
         for index in range(4):
             fleet.submit(request(index))
-        found = {one.request.issue.task.task_id: one for one in drain(fleet)}
+        found = {one.request.task.task_id: one for one in drain(fleet)}
         (good,) = groups_from_record_batch(ray_local.get(found["t/0"].batch))
         assert all(int(one.answer) not in (os.getpid(), *pids(fleet)) for one in good.trajectories)
         for name, problem in (("t/1", "KeyError: 'one'"), ("t/2", "its process ended"), ("t/3", "returned 3")):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -71,7 +71,7 @@ def start(fleet_of_all: EnvRunnerGroup) -> Callable[[int], EnvRunnerGroup]:
 
 
 def ids(finished: list[FinishedGroup]) -> list[str]:
-    return sorted(one.request.issue.issue_id for one in finished)
+    return sorted(one.request.issue_id for one in finished)
 
 
 def test_a_runner_that_is_added_samples_with_the_newest_weights(

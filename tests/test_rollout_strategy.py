@@ -25,9 +25,8 @@ from ragr1_actors.core.types import Completion, Message, StopReason, Task, Token
 from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest, summarize
 from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
-from ragr1_actors.rollout.summary import summarize
 
 HERE = __name__
 TASK = Task("t", "Where?", ("Riga",))
@@ -55,7 +54,7 @@ def runner(strategy: str, scripts: dict[str, list[str]], retriever: Counting | N
 
 
 async def sample(made: EnvRunner, count: int = 2, split: Split = "train") -> TrajectoryGroup:
-    return await made.sample_group(GroupRequest(Issue("t", TASK, 0), count, 0.0, context=RewardContext(split)))
+    return await made.sample_group(GroupRequest("t", TASK, count, 0.0, context=RewardContext(split)))
 
 
 class Retry(RolloutStrategy):
@@ -261,7 +260,7 @@ async def test_a_fork_of_another_group_or_of_what_was_not_sampled_is_refused() -
     made = runner("Foreign", {f"{task}/{index}": [RIGHT] for task in "tu" for index in range(2)})
     (one,) = (await sample(made)).trajectories
     assert "got a fork of t/0, with other token_ids than were sampled" in one.error
-    other = GroupRequest(Issue("u", replace(TASK, task_id="u"), 0), 2, 0.0, context=RewardContext("train"))
+    other = GroupRequest("u", replace(TASK, task_id="u"), 2, 0.0, context=RewardContext("train"))
     (one,) = (await made.sample_group(other)).trajectories
     assert "play(1) got a fork of t/0, which was not played; expected a trajectory that play returned" in one.error
 

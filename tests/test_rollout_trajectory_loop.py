@@ -27,8 +27,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.issue import turn_seed
-from ragr1_actors.rollout.recorder import Recorder
+from ragr1_actors.rollout.recorder import Recorder, turn_seed
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 from retrieval.base import Passage, Retriever
 

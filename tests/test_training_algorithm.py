@@ -43,16 +43,14 @@ from ragr1_actors.evaluation.evaluate import evaluate
 from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.summary import GroupSummary
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.buffer import rollout_metrics
+from ragr1_actors.training.batch_metrics import rollout_metrics
 from ragr1_actors.training.stages import TrainingRun
 
 
@@ -398,7 +396,7 @@ def test_a_reward_knows_the_progress_of_the_run_in_evaluations_too(files: Path, 
 
 def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
     def finished(**means: float) -> FinishedGroup:
-        request = GroupRequest(Issue("t#0", Task("t", "?", ("a",)), 0), 2, 1.0)
+        request = GroupRequest("t#0", Task("t", "?", ("a",)), 2, 1.0)
         summary = GroupSummary((1.0, 0.0), 0, (), 0, {"queries": 3.0, "rounds": 2.0, "repeated_queries": 0.0, **means})
         return FinishedGroup(request, summary, None)
 

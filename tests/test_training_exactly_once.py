@@ -23,8 +23,7 @@ from ragr1_actors.lab.simulation.run import Simulator, Size
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -74,11 +73,11 @@ class Life(Simulator):
         self._storm = loop.create_task(self.runners.storm())
 
     def _issue(self, request: GroupRequest) -> None:
-        assert request.issue.issue_id not in {*self.trained, *self.failed}, "issued after its end"
-        if request.issue.issue_id not in self.issued:
+        assert request.issue_id not in {*self.trained, *self.failed}, "issued after its end"
+        if request.issue_id not in self.issued:
             failed = self.collector.tasks.failed_tasks
-            assert request.issue.task.task_id not in {one.task_id for one in failed if one.failure is Failure.DATA}
-        self.issued.add(request.issue.issue_id)
+            assert request.task.task_id not in {one.task_id for one in failed if one.failure is Failure.DATA}
+        self.issued.add(request.issue_id)
 
     @property
     def failed(self) -> list[str]:
@@ -115,10 +114,10 @@ class Life(Simulator):
         before = self.outstanding
         done = self.train(on_batch)
         # of groups set aside (dynamic sampling) the learner sees nothing, but their tasks are done
-        self.trained += [group.request.issue.issue_id for group in taken]
+        self.trained += [group.request.issue_id for group in taken]
         self.trained += sorted(self.issued - self.outstanding - {*self.failed} - {*self.trained})
         assert len(taken) == self._config.training.train_batch_size
-        assert {group.request.issue.issue_id for group in taken} <= self.issued | before
+        assert {group.request.issue_id for group in taken} <= self.issued | before
         self.iteration += 1
         self.num_stale += done.num_stale
         self.is_torn = False

@@ -12,7 +12,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Trajectory
 from ragr1_actors.evaluation.evaluate import eval_result
 from ragr1_actors.planning.preflight import check_names
-from ragr1_actors.rollout.summary import GroupSummary
+from ragr1_actors.rollout.groups import GroupSummary
 from ragr1_actors.runs.report import RunReport, StageReport, TaskCounts, _table_rows
 
 

@@ -96,7 +96,7 @@ def test_a_reward_of_nan_ends_the_run_with_where_it_came_from(files: Path, tmp_p
 def test_a_general_failure_ends_the_run_before_all_tasks_failed(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.training.collector.HOPELESS_TASKS", 3)
+    monkeypatch.setattr("ragr1_actors.training.batches.HOPELESS_TASKS", 3)
     config = make_config(files, {"num_steps": 0}, num_iterations=1)
     config = changed(config, "environment", eval_tasks="", env=f"{__name__}:Unsearchable")
     config = changed(config, "debugging", fault_tolerance={"max_task_retries": 0})

@@ -19,12 +19,11 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.rollout.stored_groups import StoredGroups, problem_of_arrays
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
-from ragr1_actors.training.collector import BatchCollector
+from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.stages import TrainingRun
 from ragr1_actors.training.stored_fleet import StoredFleet, training_fleet
 
@@ -96,13 +95,13 @@ def test_every_task_is_trained_once_per_epoch(tmp_path: Path, lag: int) -> None:
     trained: Counter[str] = Counter()
     for version in range(8):
         batch = collector.next_batch(version)
-        assert batch.num_stale == 0
-        for group in batch.groups:
+        assert collector.num_stale == 0
+        for group in batch:
             (read,) = groups_from_record_batch(group.batch)
-            assert read.task.task_id == group.request.issue.task.task_id
+            assert read.task.task_id == group.request.task.task_id
             assert group.summary.num_sampled_tokens == 0 and group.summary.num_failed == 0
             trained[read.task.task_id] += 1
-        collector.trained(batch.groups)
+        collector.trained(batch)
     assert trained == Counter({f"made/{number}": 4 for number in range(4)})
     counts = collector.tasks.counts()
     assert counts["lost"] == counts["doubled"] == 0
@@ -125,7 +124,7 @@ def test_what_was_asked_for_before_a_roll_back_is_dropped(tmp_path: Path) -> Non
     collector = BatchCollector(config, tasks, fleet)
     collector.tasks.set_state(state)
     for version in range(2, 6):
-        collector.trained(collector.next_batch(version).groups)
+        collector.trained(collector.next_batch(version))
     counts = collector.tasks.counts()
     assert (counts["trained"], counts["lost"], counts["doubled"]) == (8, 0, 0)
 

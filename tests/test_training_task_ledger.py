@@ -17,7 +17,7 @@ from envs.tasks.curriculum import Adaptive, Curriculum, Shuffle
 from envs.tasks.task_stats import Stats, TaskStats
 from ragr1_actors.core.errors import ConfigError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
-from ragr1_actors.rollout.issue import Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.runs.checkpoint import Books
 from ragr1_actors.training.task_ledger import TaskLedger
 
@@ -71,7 +71,7 @@ class DrawnOnce(Drawn):
     is_fixed = True
 
 
-def rewards_of(issue: Issue) -> list[float]:
+def rewards_of(issue: GroupRequest) -> list[float]:
     """Return the rewards of two or three trajectories, the same ones for the same issue."""
     number = crc32(issue.issue_id.encode())
     return [float(number % 2), float(number % 5 - 1), 0.5][: 2 + number % 2]
@@ -83,7 +83,7 @@ class Played:
     def __init__(self, seed: int, kind: type[Drawn], skipped: Collection[str]) -> None:
         self.make: Callable[[], TaskLedger] = lambda: make_ledger(TASKS, seed, kind(skipped, self.on_skip))
         self.ledger = self.make()
-        self.out: list[Issue] = []
+        self.out: list[GroupRequest] = []
         self.ends: Counter[tuple[str, int]] = Counter()
         """By task and epoch, how often it was trained, skipped or given up."""
         self.saved = self.save()
@@ -175,7 +175,7 @@ def test_a_shuffled_epoch_has_the_order_of_its_seed(seed: int, num_tasks: int, n
 def test_a_resumed_run_goes_on_in_the_same_order(
     curriculum: Curriculum, seed: int, batches: list[tuple[int, int]], num_more: int
 ) -> None:
-    ledger, out = make_ledger(TASKS, seed, curriculum), list[Issue]()
+    ledger, out = make_ledger(TASKS, seed, curriculum), list[GroupRequest]()
     for num_issued, num_trained in batches:  # with a lag, some of a batch are trained later
         out += [ledger.next() for _ in range(num_issued)]
         for issue in out[:num_trained]:

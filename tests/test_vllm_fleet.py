@@ -21,7 +21,7 @@ from ragr1_actors.core.types import TokenKind
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -63,7 +63,7 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
     finished: list[FinishedGroup] = fleet.collect()
     os.kill(victims[0][0], signal.SIGKILL)
     finished += drain(fleet)
-    ids = [one.request.issue.issue_id for one in finished]
+    ids = [one.request.issue_id for one in finished]
     assert sorted(ids) == sorted(f"t/{index}#0" for index in range(300))
     assert fleet.fleet.num_restarts == 1
     assert all(one.summary.oldest_version == 5 and not one.summary.num_failed for one in finished)

@@ -21,8 +21,7 @@ from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.rollout.groups import GroupRequest, summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 
@@ -91,7 +90,7 @@ def loop_ceiling(policy_dir: Path, num_groups: int) -> Sample:
     tokenizer = PolicyTokenizer(policy_dir)
     runner = EnvRunner(make_config(), tokenizer, InstantRetriever(), SteppedScripts(tokenizer.encode))
     names = [f"ceiling/{index}" for index in range(num_groups)]
-    requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), GROUP_SIZE, 1.0) for name in names]
+    requests = [GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0) for name in names]
 
     async def sample(request: GroupRequest) -> int:
         group = await runner.sample_group(request)

@@ -22,7 +22,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOKEN_LATENCY_S = 0.06
@@ -149,8 +149,7 @@ def run_fleet(fleet: Any, num_runners: int, groups_per_runner: int) -> FleetRun:
     for index in range(groups_per_runner):
         for copy in range(num_runners):
             name = f"fleet/{index}@{copy}"
-            issue = Issue(f"{name}#0", workload.task(name), 0)
-            fleet.submit(GroupRequest(issue, GROUP_SIZE, 1.0))
+            fleet.submit(GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0))
     wanted = num_runners * (groups_per_runner - SLOTS)
     started, cpu_started = time.perf_counter(), time.process_time()
     num_finished = 0

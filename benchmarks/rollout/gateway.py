@@ -24,7 +24,7 @@ from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.gateway.agents import AgentSession, Ended
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 
 _AGENT = {"function": "benchmarks.rollout.gateway:in_the_other_process"}
 
@@ -141,7 +141,7 @@ def gateway_ceiling(policy_dir: Path, num_groups: int) -> Sample:
     engine = SteppedScripts(tokenizer.encode)
     runner = EnvRunner(_config(NUM_ROWS), tokenizer, InstantRetriever(), engine)
     names = [f"ceiling/{index}" for index in range(num_groups)]
-    requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), GROUP_SIZE, 1.0) for name in names]
+    requests = [GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0) for name in names]
     tokens, _, cpu_s = asyncio.run(_sample(runner, requests, is_planned=False))
     return Sample(tokens / cpu_s, tokens, cpu_s)
 
@@ -154,7 +154,7 @@ def gateway_parity(policy_dir: Path, num_trajectories: int) -> Sample:
     theirs = asyncio.run(sides.run_loop(config, str(policy_dir), PacedEngine(tokenizer), names)).wall_s
     planned = sides.PlannedEngine(PacedEngine(tokenizer))
     runner = EnvRunner(_config(num_trajectories), tokenizer, workload.SlowRetriever(), planned)
-    requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), 1, 1.0) for name in names]
+    requests = [GroupRequest(f"{name}#0", workload.task(name), 1, 1.0) for name in names]
     _, ours, _ = asyncio.run(_sample(runner, requests, is_planned=True))
     return quotient(theirs, ours)
 

@@ -20,7 +20,7 @@ from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.types import Completion, Message, OnText, Sampling, Task
 from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 NUM_IN_FLIGHT = 64
@@ -159,7 +159,7 @@ async def run_loop(config: RunConfig, policy_dir: str, engine: Engine, names: Se
     """Sample the trajectories ``names`` with the real ``EnvRunner``."""
     retriever, planned = workload.SlowRetriever(), PlannedEngine(engine)
     runner = EnvRunner(config, PolicyTokenizer(policy_dir), retriever, planned)
-    requests = [GroupRequest(Issue(f"{name}#0", workload.task(name), 0), 1, 1.0) for name in names]
+    requests = [GroupRequest(f"{name}#0", workload.task(name), 1, 1.0) for name in names]
     started = time.perf_counter()
     groups = await asyncio.gather(*(runner.sample_group(request) for request in requests))
     wall_s = time.perf_counter() - started

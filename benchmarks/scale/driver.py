@@ -29,7 +29,7 @@ from ragr1_actors.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.collector import BatchCollector
+from ragr1_actors.training.batches import BatchCollector
 from retrieval.base import Passage
 
 NUM_RUNNERS, NUM_RETRIEVERS, PER_RUNNER = 512, 64, 8
@@ -105,11 +105,11 @@ def simulated_traffic(num_iterations: int) -> Traffic:
         simulator = Simulator(loop, config, pace, workload, size, lambda time_s: 1.0)
         collector = simulator.collector
         try:
-            for batch in collector.next_batch(0).groups, collector.next_batch(0).groups:
+            for batch in collector.next_batch(0), collector.next_batch(0):
                 collector.trained(batch)
             loop.cpu_s, cpu_s, started_s, num_groups = 0.0, time.process_time(), loop.time(), 0
             for _ in range(num_iterations):  # a learner that takes no time: the fleet is as fast as it can be
-                batch = collector.next_batch(0).groups
+                batch = collector.next_batch(0)
                 collector.trained(batch)
                 num_groups += len(batch)
             cpu_s, wall_s = time.process_time() - cpu_s - loop.cpu_s, loop.time() - started_s
@@ -152,7 +152,7 @@ class RealTraffic:
         """Collect batches while all groups are in flight."""
         started, cpu_s, num_groups = time.perf_counter(), time.process_time(), 0
         for _ in range(num_batches):
-            batch = self._collector.next_batch(0).groups
+            batch = self._collector.next_batch(0)
             self._collector.keep_busy()
             self._collector.trained(batch)
             num_groups += len(batch)

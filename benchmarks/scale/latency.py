@@ -22,7 +22,7 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 
 SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations=1", "evaluation.num_tasks=1"]
 """What the quickstart needs to reach its first iteration."""
@@ -74,7 +74,7 @@ def scale_out(policy_dir: Path) -> Wait:
             fleet.wait_until_ready()
             for number in range(100_000):  # there is always a request that waits
                 task = made_up_task(number)
-                fleet.submit(GroupRequest(Issue(task.task_id, task, 0), 1, 1.0))
+                fleet.submit(GroupRequest(task.task_id, task, 1, 1.0))
             started = time.perf_counter()
             fleet.scale_to(2)
             while fleet.state().num_running < 2:  # the call that finds a runner ready gives it a request

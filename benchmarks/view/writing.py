@@ -21,13 +21,11 @@ from benchmarks.measurement import Sample, log
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from ragr1_actors.runs.layout import SFT_POLICY
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics
-from ragr1_actors.training.buffer import rollout_samples, take_histograms
+from ragr1_actors.training.batch_metrics import rollout_samples, take_histograms
 
 RUN = ["training.num_iterations=13", "evaluation.num_tasks=1"]
 RUN_QUICK = ["sft.num_steps=1", "sft.num_demonstrations=8", "training.num_iterations=3", "evaluation.num_tasks=1"]
@@ -74,7 +72,7 @@ class Replay:
         last = max((run_dir / "trajectories").glob("iteration_*.arrow"))
         groups = read_trajectories(last)
         self._batches = [groups_to_record_batch([group]) for group in groups]
-        requests = [GroupRequest(Issue(g.task.task_id, g.task, 0), len(g.trajectories), 1.0) for g in groups]
+        requests = [GroupRequest(g.task.task_id, g.task, len(g.trajectories), 1.0) for g in groups]
         self._finished = [
             FinishedGroup(request, summarize(group), batch)
             for request, group, batch in zip(requests, groups, self._batches, strict=True)

@@ -20,7 +20,7 @@ from ragr1_actors.evaluation.evaluated_policy import index_of, sampler_config
 from ragr1_actors.planning.gpus import check_gpus
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.trajectory_loop import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from retrieval.base import Page, PageRetriever, Passage, Retriever, needs_index
@@ -73,9 +73,9 @@ class Asker:
         Raises:
             UserError: the retriever cannot be loaded.
         """
-        issue = Issue(f"ask/{self._num_asked}", Task("ask", question, ()), 0)
+        request = GroupRequest(f"ask/{self._num_asked}", Task("ask", question, ()))
         self._num_asked += 1  # a part of the sampling seed, and of the engine's request id
-        trajectory = self._loop.run_until_complete(self._runner.sample_watched(GroupRequest(issue, 1, 0.0), watch))
+        trajectory = self._loop.run_until_complete(self._runner.sample_watched(request, watch))
         self._retriever.check()
         return trajectory
 

@@ -38,9 +38,8 @@ from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineSettings
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup, GroupSummary
 from ragr1_actors.rollout.sampler import Sampler, describe_loading
-from ragr1_actors.rollout.summary import GroupSummary
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
     EvalSettings,

@@ -36,7 +36,7 @@ from ragr1_actors.planning.gpus import check_gpus
 from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, prepare_policy
 from ragr1_actors.planning.services import check_services
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler, describe_loading, session_for
 from ragr1_actors.runs.layout import INDEX
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
@@ -182,7 +182,7 @@ def _sample(
     def on_group(group: FinishedGroup) -> None:
         summary = group.summary
         if not summary.num_failed:
-            successes[group.request.issue.task.task_id] = round(summary.means["em"] * len(summary.rewards))
+            successes[group.request.task.task_id] = round(summary.means["em"] * len(summary.rewards))
             on_task(len(successes), len(tasks))
 
     on_task(0, len(tasks))

@@ -53,7 +53,7 @@ from ragr1_actors.rollout.gateway.messages import (
 )
 from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, error_answer, models
 from ragr1_actors.rollout.gateway.session import NewRecorder, Session
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ServedPolicy(EnvRunner):
         """
         question = next((one.content for one in reversed(request.messages) if one.role == "user"), "")
         self._num_requests += 1  # a part of the sampling seed, and of the engine's request id
-        group = GroupRequest(Issue(f"serve/{self._num_requests}", Task("serve", question, ()), 0), 1, 0.0)
+        group = GroupRequest(f"serve/{self._num_requests}", Task("serve", question, ()), 1, 0.0)
         record = partial(self._recorder, group, 0, "", self._generate(request))
         brings_tools = bool(request.tools) or any(one.role == "tool" for one in request.messages)
         if brings_tools and isinstance(self._chat, TagsFormat):
@@ -96,7 +96,7 @@ class ServedPolicy(EnvRunner):
             try:
                 if brings_tools or self._agents is not None:
                     return await self._turn(request, record, on_text)
-                return await self._solve(request, group.issue.task, record)
+                return await self._solve(request, group.task, record)
             except (EngineError, RetrievalError, ServiceError) as error:
                 logger.warning("a request failed: %s", error)
                 if isinstance(error, EngineDeadError) and not self.death:

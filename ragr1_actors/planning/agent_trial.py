@@ -18,7 +18,7 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling, 
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
 
 DEADLINE_S = 120.0
 """For the agent, if its own deadline is later."""
@@ -72,7 +72,7 @@ def try_agent(config: SamplerConfig) -> list[Check]:
     )
     loop = asyncio.new_event_loop()
     try:
-        group = loop.run_until_complete(runner.sample_group(GroupRequest(Issue("check", TASK, 0), 1, 0.0)))
+        group = loop.run_until_complete(runner.sample_group(GroupRequest("check", TASK, 1, 0.0)))
     finally:
         runner.close(loop)
     return checks_of(group.trajectories[0])

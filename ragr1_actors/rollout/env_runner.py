@@ -22,6 +22,7 @@ from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import GenerateFn, Sampling, StopReason, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
+from ragr1_actors.rollout.engine_meter import EngineLoad, MeteredEngine
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
     Engine,
@@ -32,12 +33,10 @@ from ragr1_actors.rollout.engines.base import (
 )
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
-from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.gateway.attempt import AgentAttempts
-from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.recorder import Recorder, Tokenizer
+from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.recorder import Fork, Recorder, Tokenizer
 from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
-from ragr1_actors.rollout.summary import EngineLoad, Meter
 from ragr1_actors.rollout.trajectory_loop import Attempt, EnvAttempt, Watch, run_trajectory
 from retrieval.base import AskingRetriever, PacedRetriever, Retriever
 
@@ -107,8 +106,8 @@ class EnvRunner:
         except Exception as error:  # a user's strategy may raise anything; only its own group ends
             recorder = self._recorder(request, 0, "")
             problem = raised_at(error, strategy.sample)
-            trajectories = [recorder.trajectory(request.issue.task, StopReason.ENV_ERROR, error=problem)]
-        return TrajectoryGroup(request.issue.task, tuple(trajectories))
+            trajectories = [recorder.trajectory(request.task, StopReason.ENV_ERROR, error=problem)]
+        return TrajectoryGroup(request.task, tuple(trajectories))
 
     async def sample_watched(self, request: GroupRequest, watch: Watch) -> Trajectory:
         """Sample the first trajectory of a group; ``watch`` sees it grow."""
@@ -126,18 +125,18 @@ class EnvRunner:
         async with self._room:
             if self._paced is not None:
                 await self._paced.wait_for_room()
-            meter = Meter(self.engine, self._load)
+            meter = MeteredEngine(self.engine, self._load)
             record = partial(self._recorder, request, index, variant, meter.generate)
             try:
                 attempt = self._attempt(record, variant, watch)
             except Exception as error:  # a user's environment may raise anything; only its own trajectory ends
                 problem = raised_at(error, self._env_class)
-                return record().trajectory(request.issue.task, StopReason.ENV_ERROR, error=problem)
+                return record().trajectory(request.task, StopReason.ENV_ERROR, error=problem)
             started_s = asyncio.get_running_loop().time()
             try:
                 trajectory = await run_trajectory(
                     attempt,
-                    request.issue.task,
+                    request.task,
                     reward=partial(self._reward, context=replace(request.context, models=self._context.models)),
                     fork=fork,
                 )

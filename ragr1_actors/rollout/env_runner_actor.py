@@ -26,8 +26,7 @@ from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.summary import GroupSummary, summarize
+from ragr1_actors.rollout.groups import GroupRequest, GroupSummary, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")

@@ -28,6 +28,7 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.autoscaler import FleetState
 from cluster.deaths import last_line
-from cluster.fleet import Fleet, Member, MemberId, MemberState, Pulse, wait_or_kill
+from cluster.fleet import Fleet, Member, MemberId, MemberState, Process, Pulse, wait_or_kill
 from cluster.placement import ActorOptions, anywhere
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import FleetError, RagR1Error
@@ -44,9 +45,7 @@ from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
-from ragr1_actors.rollout.fleet_members import FinishedGroup, Flight
-from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -66,6 +65,26 @@ MAX_HANGS = 3
 """Hangs in a row, without a finished group in between; then the runner is lost: its work takes longer than allowed."""
 RESTART_TIMEOUT_S = 300.0
 """How long the fleet waits for a runner to come back if none is healthy."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """A group at a runner."""
+
+    request: GroupRequest
+    runner: Member[Pulse]
+    runner_id: MemberId
+    """The life of the runner in which it was asked."""
+    process: Process
+    summary: Any
+    """References of the two results."""
+    batch: Any
+    sent_at: float = field(default_factory=time.monotonic)
+    twin: PendingGroup | None = None
+    """The same group at another runner."""
+    was_hedged: bool = False
+    is_abandoned: bool = False
+    """Its twin has finished."""
 
 
 class EnvRunnerGroup:
@@ -90,7 +109,7 @@ class EnvRunnerGroup:
         self.on_finished: Callable[[FinishedGroup], None] = lambda group: None
         """Called in the driver, where it samples itself, with each group as it finishes: ``collect`` waits for all."""
         self._pending: deque[GroupRequest] = deque()
-        self._in_flight: dict[Any, Flight] = {}  # by the reference of the summary
+        self._in_flight: dict[Any, PendingGroup] = {}  # by the reference of the summary
         self._is_held = False  # what is queued stays there
         self._num_extra = 0  # flights of groups that another flight or result stands for
         self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
@@ -405,11 +424,11 @@ class EnvRunnerGroup:
                     return
                 self._send(self._pending.popleft(), runner)
 
-    def _send(self, request: GroupRequest, runner: Member[Pulse]) -> Flight:
+    def _send(self, request: GroupRequest, runner: Member[Pulse]) -> PendingGroup:
         runner_id, process = runner.id, runner.pulses[0].process
         summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
         self._num_in_flight[runner.index] += request.num_trajectories
-        self._in_flight[summary] = flight = Flight(request, runner, runner_id, process, summary, batch)
+        self._in_flight[summary] = flight = PendingGroup(request, runner, runner_id, process, summary, batch)
         return flight
 
     def _hedge(self) -> None:
@@ -436,7 +455,7 @@ class EnvRunnerGroup:
             self.num_hedged += 1
             logger.warning(
                 "%s takes %.0f s at %s, %.1f s are usual; %s samples it, too",
-                *(flight.request.issue.group_id, takes_s, flight.runner.name, usual_s, idle.name),
+                *(flight.request.group_id, takes_s, flight.runner.name, usual_s, idle.name),
             )
 
     def _finish(self, ref: Any) -> FinishedGroup | None:
@@ -457,7 +476,7 @@ class EnvRunnerGroup:
         except RayTaskError as error:
             if isinstance(error.cause, RagR1Error):
                 raise error.cause from None
-            raise FleetError(f"an env runner failed on {request.issue.issue_id}: {last_line(error)}") from error
+            raise FleetError(f"an env runner failed on {request.issue_id}: {last_line(error)}") from error
         if flight.process != process:  # its weights may be those of the run's start
             self._sample_again(flight)
             self.fleet.note_process(flight.runner_id, process)
@@ -470,7 +489,7 @@ class EnvRunnerGroup:
         self._num_sampled += request.num_trajectories
         return FinishedGroup(request, summary, flight.batch)
 
-    def _sample_again(self, flight: Flight) -> None:
+    def _sample_again(self, flight: PendingGroup) -> None:
         """Give a group to another runner, unless its twin samples it."""
         if flight.twin is None:
             self._pending.appendleft(flight.request)

@@ -12,6 +12,7 @@ A row only ever grows, and nothing in it is encoded again. An attempt has one ro
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,10 +38,11 @@ from ragr1_actors.core.types import (
     Turn,
 )
 from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFormat
-from ragr1_actors.rollout.forks import check_fork
-from ragr1_actors.rollout.issue import turn_seed
 
 T = TypeVar("T")
+
+Fork = tuple[Trajectory, int, str]
+"""Parent, the number of its turns that are kept, and a text written into the next turn: ``(one, 2, "Wait,")``."""
 
 
 class Tokenizer(PromptTokenizer, Protocol):
@@ -327,3 +329,24 @@ class Recorder:
 
 def _joined(parts: Sequence[list[T]]) -> list[T]:
     return parts[0] if len(parts) == 1 else [one for part in parts for one in part]
+
+
+def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
+    """Return a 63-bit sampling seed that depends only on the run, the trajectory and the turn."""
+    digest = hashlib.blake2b(f"{seed}/{trajectory_id}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def can_fork(parent: Trajectory, num_turns: int) -> bool:
+    """Return whether the parent did not fail, and has a turn behind ``num_turns`` others."""
+    return not parent.stop_reason.is_failure and 0 <= num_turns < len(parent.turns)
+
+
+def check_fork(parent: Trajectory, num_turns: int) -> None:
+    """Raise a ``ConfigError`` if the parent cannot be forked there."""
+    if not can_fork(parent, num_turns):
+        raise ConfigError(
+            f"got a fork of {parent.trajectory_id}, which ended as {parent.stop_reason.value} after "
+            f"{len(parent.turns)} turns, before its turn {num_turns + 1}; expected a parent that did not fail, and "
+            "one of its turns"
+        )

@@ -32,8 +32,7 @@ from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from retrieval.base import needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import supporting_recall
@@ -50,20 +49,19 @@ class TaskSampling:
     def __init__(
         self,
         env_runners: EnvRunnerGroup,
-        tasks: Sequence[Task],
-        request: Callable[[Issue], GroupRequest],
+        requests: Sequence[GroupRequest],
         on_group: OnGroup,
         *,
         num_tries: int,
         max_unfinished: int,
         is_urgent: bool,
     ) -> None:
-        """Submit ``request`` of the tasks, ``max_unfinished`` at a time; ``on_group`` gets every group."""
+        """Submit the requests, each of another task, ``max_unfinished`` at a time; ``on_group`` gets every group."""
         self._is_urgent = is_urgent
-        self._env_runners, self._request, self._on_group = env_runners, request, on_group
+        self._env_runners, self._on_group = env_runners, on_group
         self._num_tries, self._max_unfinished = num_tries, max_unfinished
-        self._num_tasks = len(tasks)
-        self._waiting = deque(Issue(task.task_id, task, 0) for task in tasks)
+        self._num_tasks = len(requests)
+        self._waiting = deque(requests)
         self._open: set[str] = set()  # of the submitted tasks
         self._error = ""
         self.num_failed = 0
@@ -86,15 +84,15 @@ class TaskSampling:
         Raises:
             FleetError: every task failed.
         """
-        issue = group.request.issue
-        if issue.issue_id not in self._open:
+        request = group.request
+        if request.issue_id not in self._open:
             return False
-        self._open.remove(issue.issue_id)
+        self._open.remove(request.issue_id)
         self._on_group(group)
         if group.summary.num_failed:
             self._error = group.summary.errors[-1]
-            if issue.attempt + 1 < self._num_tries:
-                self._waiting.append(replace(issue, attempt=issue.attempt + 1))
+            if request.attempt + 1 < self._num_tries:
+                self._waiting.append(replace(request, attempt=request.attempt + 1))
             else:
                 self.num_failed += 1
         self._submit()
@@ -104,9 +102,9 @@ class TaskSampling:
 
     def _submit(self) -> None:
         while self._waiting and len(self._open) < self._max_unfinished:
-            issue = self._waiting.popleft()
-            self._open.add(issue.issue_id)
-            self._env_runners.submit(self._request(issue), is_urgent=self._is_urgent)
+            request = self._waiting.popleft()
+            self._open.add(request.issue_id)
+            self._env_runners.submit(request, is_urgent=self._is_urgent)
 
     def _tell(self) -> None:
         message = f"{self.num_failed} of {self._num_tasks} evaluation tasks failed {self._num_tries} times"
@@ -212,10 +210,10 @@ class Sampler:
         settings = self._config.env_runners
         num_tries = 1 + self._config.debugging.fault_tolerance.max_task_retries
         room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
+        context = RewardContext("eval", progress)
         return TaskSampling(
             self.env_runners,
-            tasks,
-            lambda issue: GroupRequest(issue, num_trajectories, temperature, context=RewardContext("eval", progress)),
+            [GroupRequest(task.task_id, task, num_trajectories, temperature, context=context) for task in tasks],
             on_group,
             num_tries=num_tries,
             max_unfinished=max(1, room // num_trajectories),
@@ -225,7 +223,7 @@ class Sampler:
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
         demonstration = RewardContext("demonstration")
-        requests = [GroupRequest(Issue(task.task_id, task, 0), 1, 0.0, context=demonstration) for task, _ in scripts]
+        requests = [GroupRequest(task.task_id, task, 1, 0.0, context=demonstration) for task, _ in scripts]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
         tokenizer = load_tokenizer(on_this_node(self._policy), self._config.policy)
         chat = chat_format_of(self._config, tokenizer)

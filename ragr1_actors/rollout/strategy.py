@@ -34,8 +34,8 @@ from ragr1_actors.core.resolve import make_part, named
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Trajectory
 from ragr1_actors.core.users_code import contained
-from ragr1_actors.rollout.forks import Fork, can_fork, check_fork
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
 
 KEY = "env_runners.strategy"
 _ROUNDING = 1e-3
@@ -102,8 +102,7 @@ async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
 
     checks = []
     for count in (4, 1):
-        issue, context = Issue("check/0", made_up("").task, 0), RewardContext("train")
-        request = GroupRequest(issue, count, 1.0, context=context)
+        request = GroupRequest("check/0", made_up("").task, count, 1.0, context=RewardContext("train"))
         problem = await awaited_problem_of(partial(checked_sample, strategy, request, play), strategy.sample)
         checks.append(Check(f"sample returns trajectories where {count} are asked for", problem))
     return checks

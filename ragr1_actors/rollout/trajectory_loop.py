@@ -22,8 +22,7 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, 
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import Completion, OnText, StopReason, Task, Trajectory, Turn
 from ragr1_actors.core.users_code import contained
-from ragr1_actors.rollout.forks import Fork
-from ragr1_actors.rollout.recorder import Reading, Recorder
+from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
 
 RewardCall = Callable[[Trajectory], Awaitable[RewardResult]]
 """The reward of a trajectory that has ended."""

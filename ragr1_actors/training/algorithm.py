@@ -54,7 +54,7 @@ from ragr1_actors.evaluation.evaluate import eval_result
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import Workspace, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.rollout.sampler import Sampler
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, checkpoint_name, read_state
@@ -70,9 +70,9 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
-from ragr1_actors.training.buffer import rollout_metrics, rollout_samples, take_histograms
+from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics, rollout_samples, take_histograms
+from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.checkpoint_saver import CheckpointSaver
-from ragr1_actors.training.collector import BatchCollector, mean_lag
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.stored_fleet import training_fleet
 
@@ -274,10 +274,9 @@ class Algorithm:
         self._collector.num_iterations_done = self.iteration
         with self.fleets.learner.waits():
             find_lost = self._learners.find_lost
-            collected = self._collector.next_batch(self.policy_version, find_lost)
+            batch = self._collector.next_batch(self.policy_version, find_lost)
             self._finish_evaluation()
-        batch = collected.groups
-        self.fleets.learner.num_stale += collected.num_stale
+        self.fleets.learner.num_stale += self._collector.num_stale
         sampled = time.perf_counter()
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
@@ -299,8 +298,6 @@ class Algorithm:
                 **self._sampler.metrics(),
                 **self.fleets.metrics(),
                 "loop/policy_lag": lag,
-                "loop/stale_groups": float(collected.num_stale),
-                "loop/awaited_groups": float(collected.num_awaited),
                 "loop/set_aside_groups": float(len(set_aside)),
                 "loop/policy_version": float(self.policy_version),
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
@@ -378,7 +375,7 @@ class Algorithm:
         with self.fleets.learner.waits():
             self._finish_evaluation()
             num_failed = self._sampler.sample_tasks(
-                tasks, 1, 0.0, on_group, aside=self._collector.sort, progress=self._progress
+                tasks, 1, 0.0, on_group, aside=self._collector.route_finished, progress=self._progress
             )
         return self._keep_evaluation(name, groups, num_failed)
 
@@ -400,7 +397,7 @@ class Algorithm:
         def finish() -> None:
             while not sampling.is_done:
                 for group in self._fleet.collect():
-                    self._collector.sort(group)
+                    self._collector.route_finished(group)
             self._fleet.evaluation, self._finish_evaluation = None, lambda: None
             on_result(self._keep_evaluation(name, groups, sampling.num_failed))
 

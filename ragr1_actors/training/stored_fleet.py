@@ -12,11 +12,9 @@ from pathlib import Path
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from ragr1_actors.rollout.stored_groups import StoredGroups
-from ragr1_actors.rollout.summary import summarize
-from ragr1_actors.training.collector import GroupFleet, SharedFleet
+from ragr1_actors.training.batches import GroupFleet, SharedFleet
 
 
 class StoredFleet(SharedFleet):
@@ -40,8 +38,8 @@ class StoredFleet(SharedFleet):
 
     def submit(self, request: GroupRequest) -> None:
         """Answer at once. No group is too old: its version is that of the request."""
-        group = self._stored.group(request.issue.task.task_id, request.issue.epoch)
-        group = replace(group, task=request.issue.task)
+        group = self._stored.group(request.task.task_id, request.epoch)
+        group = replace(group, task=request.task)
         summary = replace(summarize(group), oldest_version=request.policy_version, num_sampled_tokens=0)
         self._ready.append(FinishedGroup(request, summary, groups_to_record_batch([group])))
 

@@ -17,7 +17,7 @@ from envs.tasks.curriculum import Curriculum, all_skipped, checked_order, checke
 from envs.tasks.task_stats import NO_STATS, TaskStats, pack_stats, unpack_stats
 from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
 from ragr1_actors.core.types import FailedTask, Failure, Task
-from ragr1_actors.rollout.issue import Issue
+from ragr1_actors.rollout.groups import GroupRequest
 
 MAX_ERROR_CHARACTERS = 500
 _POSITION = np.dtype("<i4")
@@ -53,15 +53,15 @@ class TaskLedger:
         self._trained_ids: set[str] = set()
         """Ids of the issues that were trained, in this epoch and in earlier ones with outstanding issues."""
         self._num_never_issued = 0
-        self._again: deque[Issue] = deque()
-        self._outstanding: dict[str, Issue] = {}
+        self._again: deque[GroupRequest] = deque()
+        self._outstanding: dict[str, GroupRequest] = {}
         self.num_issued = self.num_trained = self.num_skipped = self.num_doubled = 0
         self._stats: dict[str, TaskStats] = {}
         self.failed_tasks: list[FailedTask] = []
         """Once for each epoch, in the order in which they were given up."""
         self._quarantined: set[str] = set()
 
-    def next(self) -> Issue:
+    def next(self) -> GroupRequest:
         """Return the next issue: one to sample again, else the next task of the epoch that is not passed over.
 
         Raises:
@@ -76,7 +76,7 @@ class TaskLedger:
         while (task := self._upcoming()).task_id in self._quarantined or self._is_skipped(task):
             self._order.popleft()
         self._order.popleft()
-        issue = Issue(f"{task.task_id}#{self._epoch}", task, self._epoch)
+        issue = GroupRequest(f"{task.task_id}#{self._epoch}", task, epoch=self._epoch)
         self.num_issued += task.task_id not in self._issued_ids
         self._issued_ids.add(task.task_id)
         self._outstanding[issue.issue_id] = issue
@@ -113,7 +113,7 @@ class TaskLedger:
         open_epochs = {issue.epoch for issue in self._outstanding.values()}
         self._trained_ids = {id_ for id_ in self._trained_ids if int(id_.rpartition("#")[2]) in open_epochs}
 
-    def trained(self, issue: Issue, rewards: Sequence[float]) -> None:
+    def trained(self, issue: GroupRequest, rewards: Sequence[float]) -> None:
         """Count an issue that the learner has used, and the rewards of its trajectories that did not fail."""
         was_outstanding = self._outstanding.pop(issue.issue_id, None) is not None
         if was_outstanding and issue.issue_id not in self._trained_ids:
@@ -125,13 +125,13 @@ class TaskLedger:
             self._stats[issue.task.task_id] = self._stats.get(issue.task.task_id, NO_STATS).plus(rewards)
         self._is_due = self._is_due or not self._curriculum.is_fixed
 
-    def again(self, issue: Issue) -> None:
+    def again(self, issue: GroupRequest) -> None:
         """Issue a task again, because it failed, became stale or was lost with its node."""
         issue = replace(issue, attempt=issue.attempt + 1)
         self._outstanding[issue.issue_id] = issue
         self._again.append(issue)
 
-    def give_up(self, issue: Issue, failure: Failure, error: str) -> None:
+    def give_up(self, issue: GroupRequest, failure: Failure, error: str) -> None:
         """Count a task that failed too often; it is not issued again in this epoch, and after ``DATA`` in no other."""
         num_tries = issue.num_failures + issue.num_outages
         error = shortened(" ".join(error.split()), MAX_ERROR_CHARACTERS)
@@ -184,7 +184,17 @@ class TaskLedger:
         self._issued_ids, self._skipped_ids = self._ids(state["issued"]), self._ids(state["skipped"])
         self._stats = unpack_stats(state["stats"], self._tasks)
         self._num_never_issued = state["never_issued"]
-        issues = [Issue(f"{id_}#{epoch}", by_id[id_], epoch, *tries) for id_, epoch, *tries in state["outstanding"]]
+        issues = [
+            GroupRequest(
+                f"{task_id}#{epoch}",
+                by_id[task_id],
+                epoch=epoch,
+                attempt=attempt,
+                num_failures=num_failures,
+                num_outages=num_outages,
+            )
+            for task_id, epoch, attempt, num_failures, num_outages in state["outstanding"]
+        ]
         self._outstanding = {issue.issue_id: issue for issue in issues}
         self._again = deque(issues)
         counts = state["counts"]

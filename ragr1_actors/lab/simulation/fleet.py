@@ -23,9 +23,7 @@ from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import CACHED, CHARACTERS_PER_TOKEN, CountingTokenizer, Workload
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest
-from ragr1_actors.rollout.summary import summarize
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from retrieval.base import Hits, Passage
 from retrieval.fleet.actor_fleet import REFRESH_S
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
@@ -346,7 +344,7 @@ class SimulatedRunners:
 
     async def _sample(self, runner: _Runner, request: GroupRequest) -> None:
         """Do what ``EnvRunnerActor.sample_group`` does."""
-        rng = random.Random(f"{self._config.debugging.seed} {request.issue.group_id}")
+        rng = random.Random(f"{self._config.debugging.seed} {request.group_id}")
         for index, attempt in enumerate(self._workload.attempts(rng, request.num_trajectories)):
             runner.engine.play(request.trajectory_id(index), attempt)
         group = await runner.runner.sample_group(request)

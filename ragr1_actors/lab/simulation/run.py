@@ -23,10 +23,10 @@ from ragr1_actors.lab.simulation.scaling import Resized, SimulatedController
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Workload, made_up_task
 from ragr1_actors.planning.pace import Pace
-from ragr1_actors.rollout.fleet_members import FinishedGroup
+from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
-from ragr1_actors.training.buffer import rollout_metrics
-from ragr1_actors.training.collector import BatchCollector, mean_lag
+from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics
+from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.fleet_controller import TICK_S, LearnerClock
 
 NUM_TASKS = 4096
@@ -177,9 +177,8 @@ class Simulator:
         """
         started_s, before = self._loop.time(), self._counts()
         with self._learner.waits():
-            collected = self.collector.next_batch(self._version)
-        batch = collected.groups
-        self._learner.num_stale += collected.num_stale
+            batch = self.collector.next_batch(self._version)
+        self._learner.num_stale += self.collector.num_stale
         sampled_s = self._loop.time()
         if self._config.training.max_policy_lag:
             self.collector.keep_busy(while_learning=True)
@@ -206,7 +205,7 @@ class Simulator:
             **counts,
             rollout=rollout_metrics(batch + set_aside),
             lag=lag,
-            num_stale=collected.num_stale,
+            num_stale=self.collector.num_stale,
         )
 
     def stop(self) -> None:

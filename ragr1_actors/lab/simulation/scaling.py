@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from cluster.autoscaler import Autoscaler, autoscale_retrievers, autoscale_runners
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
-from ragr1_actors.training.collector import BatchCollector
+from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.fleet_controller import LearnerClock
 
 

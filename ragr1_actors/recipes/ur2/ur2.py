@@ -31,7 +31,7 @@ from envs.tasks.curriculum import Shuffle
 from envs.tasks.task_stats import Stats
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import MALFORMED, ChatModel, Message, Sampling, StopReason, Task, Trajectory
-from ragr1_actors.rollout.issue import GroupRequest
+from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.strategy import Play, RolloutStrategy
 from retrieval.base import Passage
 from retrieval.local import inner_retriever
@@ -95,8 +95,8 @@ class ToolForHard(RolloutStrategy):
 
     async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
         """Draw once for the group: its attempts are compared with each other."""
-        share = self.options["shown"].get(level_of(request.issue.task), 1.0)
-        variant = "" if random.Random(request.issue.issue_id).random() < share else self.options["prompt"]
+        share = self.options["shown"].get(level_of(request.task), 1.0)
+        variant = "" if random.Random(request.issue_id).random() < share else self.options["prompt"]
         return list(await asyncio.gather(*(play(n, variant=variant) for n in range(request.num_trajectories))))
 
 

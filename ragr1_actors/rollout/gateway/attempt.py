@@ -13,11 +13,11 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
-from ragr1_actors.rollout.forks import Fork
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended
 from ragr1_actors.rollout.gateway.server import Gateway
 from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
+from ragr1_actors.rollout.recorder import Fork
 from retrieval.base import Retriever
 
 END_TIMEOUT_S = 60.0

@@ -1,4 +1,4 @@
-"""BatchCollector: keeps a fleet of env runners busy, and makes batches of what they finish.
+"""BatchCollector: keeps a fleet of env runners busy, and makes batches of what they finish, by a ``GroupBuffer``.
 
 With lag L the fleet is asked for at most L + 1 batches ahead of the learner. Each batch takes the groups that were
 asked for first, so at most one batch of groups reaches the bound on its age at a time, and none is too old if the
@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol
-
-import numpy as np
 
 from envs.rewards import RewardContext
 from envs.tasks.curriculum import make_curriculum
+from learners.options import GroupOptions, has_variance, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.rollout.sampler import TaskSampling
-from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
 from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)
@@ -100,16 +97,67 @@ class SharedFleet:
         return taken
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What the learner takes next."""
+def max_set_aside(config: RunConfig) -> int:
+    """Return how many groups per batch the algorithm's dynamic sampling may pass over."""
+    options = learner_options(config.training)
+    num_batches = options.max_sampled_batches if isinstance(options, GroupOptions) else 1
+    return (num_batches - 1) * config.training.train_batch_size
 
-    groups: list[FinishedGroup]
-    """In the order of their tasks."""
-    num_stale: int
-    """Groups that were too old for it and are sampled again."""
-    num_awaited: int
-    """Groups that it waited for although others were enough, because they would have been too old for the next."""
+
+class GroupBuffer:
+    """Holds finished groups, and returns batches without stale groups: those first that were asked for first.
+
+    With dynamic sampling, a group whose rewards are all equal is set aside, and another group is sampled in its place
+    (DAPO, arXiv:2503.14476, section 3.2). At most ``max_set_aside`` groups per batch are; further ones fill the batch.
+    At lag 0, which groups make a batch depends on the order of the tasks, not on the order in which groups finish.
+    """
+
+    def __init__(self, max_policy_lag: int, max_set_aside: int = 0) -> None:
+        """Take groups up to ``max_policy_lag`` versions behind; 0 for ``max_set_aside`` is no dynamic sampling."""
+        self._max_policy_lag = max_policy_lag
+        self._max_set_aside = max_set_aside
+        self._groups: list[FinishedGroup] = []
+        self._set_aside: list[FinishedGroup] = []
+
+    def __len__(self) -> int:
+        """Return the number of groups that a batch can be made of."""
+        return len(self._groups) + max(0, len(self._set_aside) - self._max_set_aside)
+
+    def add(self, group: FinishedGroup) -> None:
+        """Add a finished group."""
+        if self._max_set_aside and not has_variance(group.summary.rewards):
+            self._set_aside.append(group)
+        else:
+            self._groups.append(group)
+
+    def drop_set_aside(self) -> list[FinishedGroup]:
+        """Remove and return the groups that were set aside, in the order of their tasks."""
+        dropped, self._set_aside = self._set_aside, []
+        return sorted(dropped, key=lambda group: group.request.issue_id)
+
+    def drop_stale(self, policy_version: int) -> list[FinishedGroup]:
+        """Remove and return the groups that are too far behind ``policy_version``; their tasks are issued again."""
+        oldest = policy_version - self._max_policy_lag
+
+        def is_stale(group: FinishedGroup) -> bool:
+            return 0 <= group.summary.oldest_version < oldest  # -1: no token was sampled
+
+        held = [*self._groups, *self._set_aside]
+        self._groups = [group for group in self._groups if not is_stale(group)]
+        self._set_aside = [group for group in self._set_aside if not is_stale(group)]
+        return [group for group in held if is_stale(group)]
+
+    def take(self, count: int) -> list[FinishedGroup]:
+        """Remove and return ``count`` groups: of the oldest policy versions, and of these the ones that came first.
+
+        Groups that were set aside come last.
+        """
+        self._set_aside.sort(key=lambda group: group.request.issue_id)
+        missing = max(0, count - len(self._groups))
+        filling, self._set_aside = self._set_aside[:missing], self._set_aside[missing:]
+        self._groups.sort(key=lambda group: group.request.policy_version)  # stable
+        taken, self._groups = self._groups[: count - missing], self._groups[count - missing :]
+        return taken + filling
 
 
 class BatchCollector:
@@ -128,6 +176,10 @@ class BatchCollector:
         """Iterations of RL that are done, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
         """Trajectories that failed, by what ended them; also those of groups that are sampled again."""
+        self.num_stale = 0
+        """Groups that were too old for the newest batch and are sampled again."""
+        self.num_awaited = 0
+        """Groups that the newest batch waited for, though others were enough: the next would be too late."""
         self._in_flight: Counter[int] = Counter()
         """Groups that are not collected yet, by the policy version at which they were asked for."""
 
@@ -146,14 +198,22 @@ class BatchCollector:
         progress = self.num_iterations_done / max(1, training.num_iterations)
         context = RewardContext("train", min(1.0, progress))
         while self._fleet.num_unfinished + len(self._buffer) < wanted:
-            version = self._policy_version
-            self._fleet.submit(GroupRequest(self.tasks.next(), training.group_size, temperature, version, context))
-            self._in_flight[version] += 1
+            request = replace(
+                self.tasks.next(),
+                num_trajectories=training.group_size,
+                temperature=temperature,
+                policy_version=self._policy_version,
+                context=context,
+            )
+            self._fleet.submit(request)
+            self._in_flight[request.policy_version] += 1
 
     def next_batch(
         self, policy_version: int, find_lost: Callable[[list[Any]], Collection[int]] = lambda batches: ()
-    ) -> Batch:
-        """Sample until a batch is complete, and no group is in flight that would be too old for the next one.
+    ) -> list[FinishedGroup]:
+        """Return the next batch, in the order of its tasks.
+
+        The call returns once no group is in flight that would be too old for the batch after it.
 
         The tasks of failed, stale and lost groups are issued again. ``find_lost`` returns the positions of references
         to groups that no node has any more.
@@ -163,34 +223,36 @@ class BatchCollector:
             ConfigError: the curriculum fails.
         """
         size = self._config.training.train_batch_size
-        num_stale = num_awaited = 0
+        self.num_stale = self.num_awaited = 0
         self._policy_version = policy_version
         while True:
             for group in self._buffer.drop_stale(policy_version):
-                num_stale += 1
-                self.tasks.again(group.request.issue)
+                self.num_stale += 1
+                self.tasks.again(group.request)
             is_complete = len(self._buffer) >= size
             if is_complete and (num_due := self._num_due()):
-                num_awaited = max(num_awaited, num_due)
+                self.num_awaited = max(self.num_awaited, num_due)
             elif is_complete:
-                batch = sorted(self._buffer.take(size), key=lambda g: g.request.issue.issue_id)
+                batch = sorted(self._buffer.take(size), key=lambda g: g.request.issue_id)
                 if not (lost := find_lost([group.batch for group in batch])):
-                    return Batch(batch, num_stale, num_awaited)
+                    return batch
                 for index, group in enumerate(batch):
                     if index in lost:
-                        self.tasks.again(group.request.issue)
+                        self.tasks.again(group.request)
                     else:
                         self._buffer.add(group)
             self.keep_busy()
             for group in self._fleet.collect():
-                self.sort(group)
+                self.route_finished(group)
 
     def metrics(self) -> dict[str, float]:
-        """Return the books of the tasks and the failures: ``{"tasks/lost": 0.0, ...}``."""
+        """Return the books of the tasks, the failures and the newest batch: ``{"tasks/lost": 0.0, ...}``."""
         failures = {f"num_{reason}": self.num_failed[reason] for reason in StopReason if reason.is_failure}
         return {
             **{f"tasks/{name}": float(count) for name, count in self.tasks.counts().items()},
             **{f"env_runners/{name}": float(count) for name, count in failures.items()},
+            "loop/stale_groups": float(self.num_stale),
+            "loop/awaited_groups": float(self.num_awaited),
         }
 
     def _num_due(self) -> int:
@@ -200,7 +262,7 @@ class BatchCollector:
         oldest = self._policy_version - self._config.training.max_policy_lag
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
-    def sort(self, group: FinishedGroup) -> None:
+    def route_finished(self, group: FinishedGroup) -> None:
         """Keep a group that can be trained; else issue its task again, or give it up after its last try.
 
         A group with failed trajectories is kept, without them, as ``failed_trajectories`` says, or after the last try
@@ -213,23 +275,23 @@ class BatchCollector:
             self._keep(group)
             return
         failure = Failure.DATA if summary.data_errors else Failure.INFRASTRUCTURE
-        issue = group.request.issue.failed(failure)
-        was_last = issue.num_failures > rules.max_task_retries or issue.num_outages == MAX_OUTAGES
+        request = group.request.failed(failure)
+        was_last = request.num_failures > rules.max_task_retries or request.num_outages == MAX_OUTAGES
         can_shrink = len(summary.rewards) >= 2
         if can_shrink and (was_last or rules.failed_trajectories == "shrink"):
             self._keep(group)
         elif was_last:
-            self._give_up(issue, failure, (summary.data_errors or summary.errors)[-1])
+            self._give_up(request, failure, (summary.data_errors or summary.errors)[-1])
         else:
-            self.tasks.again(issue)
+            self.tasks.again(request)
 
     def _keep(self, group: FinishedGroup) -> None:
         self._buffer.add(group)
         self._num_given_up = 0
 
-    def _give_up(self, issue: Issue, failure: Failure, error: str) -> None:
-        self.tasks.give_up(issue, failure, error)
-        logger.warning("task %s was given up (%s): %s", issue.task.task_id, failure, error)
+    def _give_up(self, request: GroupRequest, failure: Failure, error: str) -> None:
+        self.tasks.give_up(request, failure, error)
+        logger.warning("task %s was given up (%s): %s", request.task.task_id, failure, error)
         self._num_given_up += 1
         if self._num_given_up == HOPELESS_TASKS:
             raise FleetError(f"all of the last {HOPELESS_TASKS} tasks failed; the last one with: {error}")
@@ -241,11 +303,5 @@ class BatchCollector:
         """
         set_aside = self._buffer.drop_set_aside()
         for group in [*batch, *set_aside]:
-            self.tasks.trained(group.request.issue, group.summary.rewards)
+            self.tasks.trained(group.request, group.summary.rewards)
         return set_aside
-
-
-def mean_lag(batch: Sequence[FinishedGroup], policy_version: int) -> float:
-    """Return how many versions the groups are behind the policy, on average."""
-    versions = [group.summary.oldest_version for group in batch if group.summary.oldest_version >= 0]
-    return float(policy_version - np.mean(versions)) if versions else 0.0

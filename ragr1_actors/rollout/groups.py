@@ -1,17 +1,53 @@
-"""What is measured of the sampling: an engine's load and time by trajectory, and what the driver knows of a group."""
+"""A group of trajectories on its way: what is asked of an env runner, and what the driver gets of it.
+
+``GroupRequest`` goes to a runner; a ``GroupSummary`` comes back, and a reference to the tokens, as a ``FinishedGroup``.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from envs.rewards import RewardContext
+from ragr1_actors.core.types import Failure, StopReason, Task, TokenKind, TrajectoryGroup
 
-from ragr1_actors.core.types import Completion, Failure, OnText, Sampling, StopReason, TokenKind, TrajectoryGroup
-from ragr1_actors.rollout.engines.base import Engine
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """A group to sample: ``GroupRequest("world/train/17#2", task, num_trajectories=8, temperature=1.0, epoch=2)``."""
+
+    issue_id: str
+    """Task and epoch. All attempts share it, so that a task that is trained twice is counted."""
+    task: Task
+    num_trajectories: int = 1
+    temperature: float = 0.0
+    """0 is greedy."""
+    epoch: int = 0
+    attempt: int = 0
+    """Times that the group was asked for before in this epoch."""
+    num_failures: int = 0
+    """Attempts with a failure of the data."""
+    num_outages: int = 0
+    """Attempts with a failure of the infrastructure only."""
+    policy_version: int = 0
+    """The newest version when the group was asked for; no token of it is sampled with an older one."""
+    context: RewardContext = field(default_factory=lambda: RewardContext("eval"))
+    """For the reward."""
+
+    @property
+    def group_id(self) -> str:
+        """Unique per attempt: the sampling seeds depend on it."""
+        return f"{self.issue_id}.{self.attempt}" if self.attempt else self.issue_id
+
+    def trajectory_id(self, index: int) -> str:
+        """Return the id of the group's trajectory ``index``: ``world/train/17#2/0``."""
+        return f"{self.group_id}/{index}"
+
+    def failed(self, failure: Failure) -> GroupRequest:
+        """Return the request with one more attempt that failed."""
+        is_data = failure is Failure.DATA
+        return replace(self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,46 +71,14 @@ class GroupSummary:
     """Sum over all trajectories, failed ones included."""
 
 
-class EngineLoad:
-    """How many requests an engine has, and how many it had over time."""
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A sampled group: its summary, and a reference to its tokens."""
 
-    def __init__(self) -> None:
-        """Begin without requests."""
-        self.num_requests = 0
-        self._at_s = self._request_s = self._share_s = 0.0
-
-    def change(self, num_requests: int) -> NDArray[np.float64]:
-        """Count requests that begin or end; return seconds: until now, times the requests, divided by them."""
-        now_s = asyncio.get_running_loop().time()
-        self._request_s += self.num_requests * (now_s - self._at_s)
-        self._share_s += (now_s - self._at_s) / max(1, self.num_requests)
-        self._at_s = now_s
-        self.num_requests += num_requests
-        return np.array([now_s, self._request_s, self._share_s])
-
-
-class Meter:
-    """``Engine.generate`` for one trajectory, with the time that it takes."""
-
-    def __init__(self, engine: Engine, load: EngineLoad) -> None:
-        """Measure what one trajectory asks of an engine, whose requests ``load`` counts."""
-        self._engine, self._load = engine, load
-        self._passed = np.zeros(3)
-
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
-    ) -> Completion:
-        """See ``Engine.generate``."""
-        started = self._load.change(1)
-        try:
-            return await self._engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
-        finally:
-            self._passed += self._load.change(-1) - started
-
-    def metrics(self) -> dict[str, float]:
-        """Seconds at the engine; the same, each moment times the requests that the engine had; and divided by them."""
-        names = ("time/generation_s", "time/generation_rows_s", "time/generation_share_s")
-        return dict(zip(names, self._passed.tolist(), strict=True))
+    request: GroupRequest
+    summary: GroupSummary
+    batch: Any
+    """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""
 
 
 def summarize(group: TrajectoryGroup) -> GroupSummary:

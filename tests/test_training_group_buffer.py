@@ -12,23 +12,21 @@ from hypothesis import strategies as st
 from small_world import make_config, make_files
 
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.summary import GroupSummary
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.buffer import GroupBuffer, max_set_aside
+from ragr1_actors.training.batches import GroupBuffer, max_set_aside
 
 
 def finished(number: int, is_flat: bool) -> FinishedGroup:
     task_id = f"{number:03}"
-    request = GroupRequest(Issue(task_id, Task(task_id, "?", ("a",)), 0), 2, 1.0)
+    request = GroupRequest(task_id, Task(task_id, "?", ("a",)), 2, 1.0)
     rewards = (1.0, 1.0) if is_flat else (1.0, 0.0)
     return FinishedGroup(request, GroupSummary(rewards, 0, (), 0, {}), None)
 
 
 def ids(groups: list[FinishedGroup]) -> list[str]:
-    return sorted(group.request.issue.issue_id for group in groups)
+    return sorted(group.request.issue_id for group in groups)
 
 
 def sample(are_flat: list[bool], size: int, allowed: int, seed: int) -> tuple[list[str], list[str]]:

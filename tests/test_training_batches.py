@@ -17,11 +17,10 @@ from learners.advantages import group_advantages
 from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
-from ragr1_actors.rollout.fleet_members import FinishedGroup
-from ragr1_actors.rollout.issue import GroupRequest, Issue
-from ragr1_actors.rollout.summary import GroupSummary, summarize
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.collector import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet, mean_lag
+from ragr1_actors.training.batch_metrics import mean_lag
+from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet
 from ragr1_actors.training.task_ledger import TaskLedger
 
 BATCH = 4
@@ -63,10 +62,9 @@ def test_nothing_is_sampled_in_vain(lag: int) -> None:
     lags = []
     for version in range(10):
         fleet.version = version
-        found = collector.next_batch(version)
-        batch = found.groups
+        batch = collector.next_batch(version)
         lags.append(mean_lag(batch, version))
-        assert (len(batch), found.num_stale, found.num_awaited) == (BATCH, 0, 0)
+        assert (len(batch), collector.num_stale, collector.num_awaited) == (BATCH, 0, 0)
         if lag:
             collector.keep_busy(while_learning=True)
             assert fleet.num_sampled == BATCH * (1 + version + lag)
@@ -89,7 +87,7 @@ def test_sampled_tokens_are_those_of_all_collected_groups_since_they_were_asked_
     for counts in ((5, 7), (11,)):
         for count in counts:
             summary = GroupSummary((), 2, (), -1, {}, num_sampled_tokens=count)
-            fleet.finished.append(FinishedGroup(GroupRequest(Issue("t", TASK, 0), 2, 1.0), summary, None))
+            fleet.finished.append(FinishedGroup(GroupRequest("t", TASK, 2, 1.0), summary, None))
         shared.collect()
     assert [shared.take_sampled_tokens() for _ in range(2)] == [23, 0]
 
@@ -144,11 +142,11 @@ def train(fleet: InstantFleet, lag: int, stale_groups: str, num_iterations: int 
     for version in range(num_iterations):
         fleet.version = version
         found = collector.next_batch(version)
-        lags += [mean_lag([group], version) for group in found.groups]
-        num_stale, num_awaited = num_stale + found.num_stale, num_awaited + found.num_awaited
+        lags += [mean_lag([group], version) for group in found]
+        num_stale, num_awaited = num_stale + collector.num_stale, num_awaited + collector.num_awaited
         if lag:
             collector.keep_busy(while_learning=True)
-        collector.trained(found.groups)
+        collector.trained(found)
     counts = collector.tasks.counts()
     assert (counts["trained"], counts["lost"], counts["doubled"]) == (num_iterations * BATCH, 0, 0)
     return lags, num_stale, num_awaited
@@ -161,9 +159,9 @@ def test_groups_that_a_node_took_with_it_are_sampled_again() -> None:
     collector = BatchCollector(training.freeze(), tasks, fleet)
     lost = [[0, 2], [1], []]
     found = collector.next_batch(0, lambda batches: lost.pop(0))
-    assert (len(found.groups), found.num_stale, lost) == (BATCH, 0, [])
+    assert (len(found), collector.num_stale, lost) == (BATCH, 0, [])
     assert fleet.num_sampled == BATCH + 3
-    collector.trained(found.groups)
+    collector.trained(found)
     assert collector.tasks.counts() == {
         "issued": BATCH,
         "trained": BATCH,
@@ -197,7 +195,7 @@ def test_the_curriculum_is_asked_before_each_batch_with_what_was_trained(lag: in
     collector = BatchCollector(config.freeze(), tasks, fleet)
     for version in range(3):
         fleet.version = version
-        batch = collector.next_batch(version).groups
+        batch = collector.next_batch(version)
         if lag:
             collector.keep_busy(while_learning=True)
         collector.trained(batch)
@@ -232,7 +230,7 @@ class FailingFleet(InstantFleet):
 
     def submit(self, request: GroupRequest) -> None:
         self.num_sampled += 1
-        tries = self.by_task.get(request.issue.task.task_id, [])
+        tries = self.by_task.get(request.task.task_id, [])
         reasons = tries.pop(0) if tries else [StopReason.ANSWERED] * request.num_trajectories
         self.finished.append(FinishedGroup(request, summarize(ended(reasons)), None))
 
@@ -256,7 +254,7 @@ def batch_of(
     first = TaskLedger(tasks, config.debugging.seed, Shuffle({})).next().task
     fleet = FailingFleet({first.task_id: tries})
     collector = BatchCollector(config, tasks, fleet)
-    (group,) = collector.next_batch(0).groups
+    (group,) = collector.next_batch(0)
     collector.trained([group])
     assert collector.tasks.counts()["lost"] == collector.tasks.counts()["doubled"] == 0
     return collector, group, fleet.num_sampled
@@ -265,7 +263,7 @@ def batch_of(
 @pytest.mark.parametrize("reason", [SEARCH, ENGINE])
 def test_a_failure_of_the_infrastructure_does_not_count_against_the_task(reason: StopReason) -> None:
     collector, group, num_sampled = batch_of([[OK, OK, reason]] * 5, retries=0)
-    assert (group.request.issue.attempt, group.summary.num_failed, num_sampled) == (5, 0, 6)
+    assert (group.request.attempt, group.summary.num_failed, num_sampled) == (5, 0, 6)
     assert collector.tasks.failed_tasks == []
 
 
@@ -274,7 +272,7 @@ def test_a_task_that_no_machine_can_serve_does_not_hold_the_run() -> None:
     assert num_sampled == MAX_OUTAGES + 1
     (failed,) = collector.tasks.failed_tasks
     assert (failed.failure, failed.num_tries, failed.error) == (Failure.INFRASTRUCTURE, MAX_OUTAGES, ENGINE.value)
-    assert group.request.issue.task.task_id != failed.task_id
+    assert group.request.task.task_id != failed.task_id
 
 
 def test_a_task_on_which_the_environment_raises_is_quarantined() -> None:
@@ -283,7 +281,7 @@ def test_a_task_on_which_the_environment_raises_is_quarantined() -> None:
     (failed,) = collector.tasks.failed_tasks
     assert failed == FailedTask(failed.task_id, 0, Failure.DATA, 4, ENV.value)
     assert num_sampled == 5
-    assert group.request.issue.task.task_id != failed.task_id
+    assert group.request.task.task_id != failed.task_id
     collector.tasks.next()
     assert collector.tasks.next().task.task_id != failed.task_id
 
@@ -347,7 +345,7 @@ def test_the_run_ends_when_nothing_but_failures_comes_back() -> None:
         bad[task.task_id] = []
     collector = BatchCollector(settings.freeze(), tasks, FailingFleet(bad))
     for _ in range(10):
-        collector.trained(collector.next_batch(0).groups)
+        collector.trained(collector.next_batch(0))
     assert len(collector.tasks.failed_tasks) > HOPELESS_TASKS
     collector = BatchCollector(settings.freeze(), tasks, FailingFleet({task.task_id: [[ENV, ENV]] for task in tasks}))
     with pytest.raises(FleetError, match=rf"all of the last {HOPELESS_TASKS} tasks failed; the last one with: env_err"):
