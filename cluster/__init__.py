@@ -1,1 +1,1 @@
-"""Where the system runs: Ray sessions, placement, autoscaling, calls between actors, jobs, storage and its cache."""
+"""The system on machines: Ray sessions, placement, autoscaling, calls between actors, jobs, storage and its cache."""

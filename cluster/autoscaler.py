@@ -1,4 +1,4 @@
-"""How many replicas a fleet should have: a pure function of what was measured. Does not import Ray, reads no clock.
+"""Number of replicas that a fleet should have: a pure function of measurements. It imports no Ray and reads no clock.
 
 ::
 
@@ -9,9 +9,9 @@
          delays and cool-down: when the fleet takes it
 
 The number of requests out says little about env runners: a synchronous trainer always issues all that its batch allows.
-So their demand is measured in work: runner-seconds of sampling per second of learning. That quotient does not depend
-on how many runners there are, so the fleet does not swing around its size. Retrievers are measured alike: the seconds
-of work that the arriving queries need per second.
+So their demand is measured in work: runner-seconds of sampling per second of learning. That quotient does not depend on
+how many runners there are, so the fleet does not swing around its size. Retrievers are measured alike: the seconds of
+work that the arriving queries need per second.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ from dataclasses import dataclass, field
 from ragr1_actors.core.config import AutoscalingSettings, RetrieverAutoscaling, RunnerAutoscaling
 
 STARVATION_WITH_LAG, STARVATION_IN_TURNS = 0.05, 0.5
-"""``target_starvation`` if runners and learner work at the same time, and if they take turns: then each waits for the
-other, and equal times are the middle between idle runners and an idle learner."""
+"""Values of ``target_starvation`` if runners and learner work at the same time, and if they take turns: then each waits
+for the other, and equal times are the middle between idle runners and an idle learner."""
 _MOST = 1e9
-"""A quotient of times that are nearly 0 may be infinite."""
+"""Limit of a wanted size: a quotient of times that are nearly 0 may be infinite."""
 QUERIES_PER_REPLICA = 512.0
-"""``target_ongoing_requests`` of retrievers and encoders: one batch."""
+"""Value of ``target_ongoing_requests`` for retrievers and encoders: one batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerState:
-    """What env runners are scaled by. Counts and seconds are sums since the start of the run."""
+    """Measurements for the scaling of env runners. Counts and seconds are sums since the start of the run."""
 
     num_batches: int = 0
     """Batches that the learner has taken."""
     busy_s: float = 0.0
     """Seconds in which the learner worked: updates and weight syncs."""
     waited_s: float = 0.0
-    """Seconds in which it waited for samples."""
+    """Seconds in which the learner waited for samples."""
     num_finished_batches: float = 0.0
-    """Finished groups that wait for the learner now, in batches: 1.5."""
+    """Number of batches that the finished groups, which wait for the learner now, make up, such as 1.5."""
     num_stale: int = 0
     """Groups that were dropped because their policy lag was above ``training.max_policy_lag``."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """A fleet at one moment. A replica is an env runner, an encoder, or all the shards of one copy of the index."""
+    """State of a fleet. A replica is an env runner, an encoder, or all the shards of one copy of the index."""
 
     time_s: float
-    """The time of this state on a monotonic clock."""
+    """Time of this state on a monotonic clock."""
     num_running: int
-    """Replicas that take requests."""
+    """Number of replicas that take requests."""
     num_starting: int = 0
-    """Replicas that were asked for and do not take requests yet; also those that Ray has no room for yet."""
+    """Number of replicas that were asked for but take no requests yet, including those without room in Ray."""
     ongoing: float = 0.0
-    """Requests that replicas work on now: trajectories, or queries."""
+    """Number of requests, trajectories or queries, on which replicas work now."""
     queued: float = 0.0
-    """Requests that wait for a replica now."""
+    """Number of requests that wait for a replica now."""
     busy_s: float = 0.0
     """Replica-seconds with work since the start: 2 replicas that both had work for 3 s count 6."""
     num_answered: float = 0.0
-    """Requests answered since the start."""
+    """Number of requests answered since the start."""
     learner: LearnerState = field(default_factory=LearnerState)
-    """Only for env runners."""
+    """State of the learner; only for env runners."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The size that a fleet should have from now on, and why: for the log, the metrics and the report."""
+    """Size that a fleet should have from now on, and its reason for log, metrics and report."""
 
     num_replicas: int
     reason: str
@@ -80,7 +80,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The size that the load wants, such as 3.4, before bounds and delays."""
+    """Size that the load wants, such as 3.4, before bounds and delays."""
 
     num_replicas: float
     reason: str
@@ -88,33 +88,33 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was measured lately."""
+    """Recent measurements."""
 
     states: tuple[FleetState, ...]
-    """From ``look_back_period_s`` ago until now, at least one."""
+    """States from ``look_back_period_s`` ago until now, at least one."""
     iterations: tuple[FleetState, ...]
-    """The states in which the learner had just taken a batch: the last two, if there are, and all within the period.
+    """States in which the learner had just taken a batch: the last two, if there are two, and all within the period.
     The first state of all counts as one."""
     most_requests: float
-    """Running and waiting at the same time, in the states since the first of both."""
+    """Largest number of requests running and waiting at the same time, since the first of both kinds of states."""
 
     @property
     def now(self) -> FleetState:
-        """The newest state."""
+        """Newest state."""
         return self.states[-1]
 
 
 DemandOf = Callable[[Window, int], Demand]
-"""Given what was measured and the size that the fleet should have so far."""
+"""Function that returns the demand from recent measurements and the present target size."""
 
 
 class Autoscaler:
-    """Decides for one fleet. The same states give the same decisions."""
+    """Decides the size of one fleet. The same states give the same decisions."""
 
     def __init__(self, settings: AutoscalingSettings, demand: DemandOf, num_replicas: int) -> None:
-        """Begin with the number of replicas that were started."""
+        """Begin with the number of started replicas."""
         self.num_replicas = num_replicas
-        """The size decided last; a caller that sizes the fleet by hand sets it, so that decisions go on from there."""
+        """Size decided last; a caller that sizes the fleet by hand sets it, so that decisions continue from there."""
         self._settings = settings
         self._demand = demand
         self._states: deque[FleetState] = deque()
@@ -124,7 +124,7 @@ class Autoscaler:
         self._changed_s, self._was_up = -math.inf, False
 
     def decide(self, state: FleetState) -> Decision:
-        """Return the size from now on, often the one before; ``time_s`` must be later than in the call before."""
+        """Return the size from now on, often the previous one; ``time_s`` must be later than in the previous call."""
         window = self._observe(state)
         demand = self._demand(window, self.num_replicas)
         desired = self._desired(demand.num_replicas)
@@ -163,9 +163,9 @@ class Autoscaler:
         return Window(tuple(states), tuple(iterations), peaks[0][1])
 
     def _desired(self, wanted: float) -> int:
-        """Return the size that a wanted one means: the same within the tolerance, else scaled as Serve does."""
+        """Return the desired size for a wanted one: the same within the tolerance, else scaled as Ray Serve scales."""
         size, settings = self.num_replicas, self._settings
-        wanted = min(max(wanted, 0.0), _MOST)  # of what is no number the size stays
+        wanted = min(max(wanted, 0.0), _MOST)  # NaN keeps the size
         if abs(wanted - size) > settings.tolerance * size:
             factor = settings.upscaling_factor if wanted > size else settings.downscaling_factor
             scaled = math.ceil(size + factor * (wanted - size) - 1e-9)
@@ -214,8 +214,8 @@ def runner_demand(window: Window, size: int, target_starvation: float, occupied_
 
     Sampling takes ``work`` runner-seconds per second of learning. With a lag both go on at the same time, and ``work``
     runners would keep up exactly; in turns the learner waits ``work / size`` seconds per second of learning. Starvation
-    gives the direction, work the amount: a learner that waits too much gets no fewer runners, one that does not gets no
-    more. There are never more runners than ``occupied_by`` requests each would occupy.
+    gives the direction, work the amount: if the learner waits too much, no runners are removed, else none are added.
+    There are no more runners than the requests occupy, at ``occupied_by`` requests each.
     """
     first, last, now = window.iterations[0], window.iterations[-1], window.now
     num_batches = last.learner.num_batches - first.learner.num_batches
@@ -224,7 +224,7 @@ def runner_demand(window: Window, size: int, target_starvation: float, occupied_
         most = max(state.ongoing + state.queued for state in window.states) / occupied_by
         return Demand(most, f"nothing learned yet; the requests occupy {most:.1f} runners")
     sampled_s, waited_s = last.busy_s - first.busy_s, last.learner.waited_s - first.learner.waited_s
-    # the batch that is sampled now counts as soon as it has taken more than those before
+    # the batch being sampled counts once it has taken longer than those before
     since_s = now.busy_s - last.busy_s
     if since_s > sampled_s / num_batches:
         sampled_s, waited_s = since_s, now.learner.waited_s - last.learner.waited_s
@@ -246,7 +246,7 @@ def runner_demand(window: Window, size: int, target_starvation: float, occupied_
 
 
 def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> Demand:
-    """Return how many replicas answer the queries that arrive, and those that wait within ``target_queue_time_s``.
+    """Return the number of replicas that answer arriving queries, and waiting queries within ``target_queue_time_s``.
 
     Each replica works ``target_utilization`` of its time, and has at most ``target_ongoing_requests``.
     """

@@ -1,4 +1,4 @@
-"""What ended an actor, in one line, from what Ray says: its texts have up to forty lines, and advice on Ray's settings.
+"""Causes of an actor's death, in one line from Ray's texts of up to forty lines with advice on Ray's settings.
 
 Ray's memory monitor ends the newest actors of a node that is almost full, not the one that filled it. An actor that may
 restart fails with ``ActorUnavailableError``, which names no cause; Ray's table of processes has it.
@@ -17,10 +17,10 @@ from ray.core.generated.gcs_pb2 import WorkerTableData  # type: ignore[attr-defi
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 MAX_LINE = 160
-"""Characters, so that a line with the actor's name and what was done about it has at most 200."""
+"""Limit of characters, so that a line with the actor's name and the reaction has at most 200."""
 _MAX_NAME = 40
 _RECENT_S = 60.0
-"""A report of before is about an earlier death of the same actor."""
+"""Age in seconds above which a report is about an earlier death of the same actor."""
 _NODE = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 _LARGEST = re.compile(r"COMMAND\s+\d+\t([\d.]+)\t(.+)")
 _HAS_ENDED = re.compile(r"The actor (was restarted|is restarting)|its worker process has died")
@@ -35,11 +35,11 @@ PROCESSES = {
     "ragr1 train": ("driver", "learners.micro_batch_tokens"),
     "ragr1_actors train": ("driver", "learners.micro_batch_tokens"),
 }
-"""Part of a process's command: what it is in a run, and the key that makes it smaller. A driver may be the learner."""
+"""Role in a run and the key that makes it smaller, by a part of a process's command. A driver may be the learner."""
 
 
 def death_line(error: Exception) -> str:
-    """Return what ended an actor, or put it out of reach; empty for every other error."""
+    """Return what ended an actor or put it out of reach; empty for every other error."""
     if report := _memory_report(error):
         return memory_line(report)
     if not isinstance(error, RayActorError) or error.actor_init_failed:
@@ -53,9 +53,9 @@ def death_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """Return what ended an actor, else an error's class and the line of its message that says what went wrong.
+    """Return what ended an actor, else an error's class and the line of its message that names the cause.
 
-    That is the line behind the last traceback, since CUDA's advice follows it over several lines; else the last line.
+    That is the line after the last traceback, since CUDA's advice follows it over several lines; else the last line.
     """
     if death := death_line(error):
         return death
@@ -89,7 +89,7 @@ def _gb(size: str) -> str:
 
 
 def _memory_report(error: Exception) -> str:
-    """Return what Ray's memory monitor said when it ended the actor of this error, or nothing."""
+    """Return the report of Ray's memory monitor on the actor of this error, or an empty text."""
     if isinstance(error, OutOfMemoryError):
         return str(error)
     actor_id = error.actor_id if isinstance(error, RayActorError) else None

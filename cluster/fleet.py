@@ -1,4 +1,4 @@
-"""Fleet: the one supervisor of actors that die, hang, are added and are removed.
+"""Fleet: the supervisor of actors that die, hang, are added and are removed.
 
 Env runners, retrievers, encoders, learner ranks and the actors that embed a corpus are each a fleet::
 
@@ -7,9 +7,9 @@ Env runners, retrievers, encoders, learner ranks and the actors that embed a cor
                     ├──── Ray starts it again ◄────────┤ it died or hangs: its next life
                     └──────────────► lost ◄────────────┘ it cannot start, or hung too often
 
-A member is one actor, or several that only work together, such as those of the shards of an index. A ``Watchdog`` asks
-every actor for its ``Pulse`` in a thread: a fleet is looked after while its owner trains, evaluates or serves requests.
-In a gang, as learner ranks are, one that hangs ends all, and ``restart`` starts all in their next life.
+A member is one actor, or several that only work together, such as the actors of the shards of an index. A ``Watchdog``
+asks every actor for its ``Pulse`` in a thread, so a fleet is supervised while its owner trains, evaluates or serves. In
+a gang, such as the learner ranks, one that hangs ends all, and ``restart`` starts all in their next life.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from ragr1_actors.core.errors import FleetError
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""An actor that dies as often while it loads will not load."""
+"""Limit of an actor's deaths while it loads, after which it counts as unable to load."""
 MAX_FAILED_LOADS = 3
-"""Consecutive times that an actor was up and could not do its work; then its member is lost."""
+"""Limit of consecutive times that an actor was up but could not work, after which its member is lost."""
 VERDICT_TIMEOUT_S = 60.0
-"""Longest wait for Ray's verdict on an actor: Ray declares a node lost only after several unanswered health checks."""
+"""Longest wait in seconds for Ray's verdict on an actor: Ray declares a node lost after several health checks."""
 _VERDICT_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The process that an actor is in: another one after a restart."""
+    """Process of an actor; a restart gives the actor another one."""
 
     node_id: str
     """Ray's id of its node: 56 hexadecimal digits."""
@@ -54,13 +54,13 @@ class Process:
 
     @classmethod
     def current(cls) -> Self:
-        """Return that of the actor that calls."""
+        """Return the process of the calling actor."""
         return cls(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What an actor answers to the watchdog; a kind of actor may tell more than its process."""
+    """Answer of an actor to the watchdog; a kind of actor may add to its process."""
 
     process: Process
 
@@ -69,20 +69,20 @@ P = TypeVar("P", bound=Pulse)
 
 
 class MemberState(StrEnum):
-    """Where a member is in its life."""
+    """Stage in the life of a member."""
 
     STARTING = "starting"
-    """It waits for room, loads, or waits for its owner to admit it; also after a death."""
+    """Waits for room, loads, or waits until its owner admits it; also after a death."""
     READY = "ready"
     DRAINING = "draining"
-    """It gets no new work, and is ended by its owner."""
+    """Gets no new work, and is ended by its owner."""
     LOST = "lost"
-    """It cannot start again."""
+    """Cannot start again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberId:
-    """A member in one of its lives, of which each death begins another."""
+    """Index and life of a member; each death begins another life."""
 
     index: int
     life: int
@@ -90,28 +90,28 @@ class MemberId:
 
 @dataclass(slots=True, eq=False)
 class Member(Generic[P]):
-    """One member of a fleet, as the fleet sees it."""
+    """Member of a fleet, as the fleet sees it."""
 
     name: str
-    """``env runner 3``."""
+    """Name for people: ``env runner 3``."""
     index: int
     actors: Sequence[Any]
     life: int = 1
     pulses: dict[int, P] = field(default_factory=dict)
-    """The newest pulse of each actor that is up, by its place in ``actors``."""
+    """Newest pulse of each actor that is up, by its position in ``actors``."""
     is_admitted: bool = False
     """Whether its owner lets it work in this life."""
     is_draining: bool = False
     is_lost: bool = False
     died_at: float | None = None
-    """None if it is ready, or never was."""
+    """Time of its death; None if it is ready, or never was ready."""
     num_failed_loads: int = 0
     num_hangs: int = 0
-    """In a row: its owner sets it to 0 when the member has finished work."""
+    """Number of hangs in a row: its owner sets it to 0 when the member has finished work."""
 
     @property
     def id(self) -> MemberId:
-        """Its index and life."""
+        """Index and life."""
         return MemberId(self.index, self.life)
 
     @property
@@ -121,19 +121,19 @@ class Member(Generic[P]):
 
     @property
     def is_serving(self) -> bool:
-        """Whether its actors can be called; one that drains goes on with the work that it has."""
+        """Whether its actors can be called; a draining member continues its work."""
         return self.is_admitted and self.is_up and not self.is_lost
 
     @property
     def state(self) -> MemberState:
-        """Its state."""
+        """Stage in its life."""
         if self.is_lost or self.is_draining:
             return MemberState.LOST if self.is_lost else MemberState.DRAINING
         return MemberState.READY if self.is_serving else MemberState.STARTING
 
 
 class Fleet(Generic[P]):
-    """Members of one kind, each with an index that no other member has had."""
+    """Members of one kind; each has an index that no other member had before."""
 
     def __init__(
         self,
@@ -148,40 +148,40 @@ class Fleet(Generic[P]):
         owner_admits: bool = False,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """Hold no member yet.
+        """Begin without members.
 
         Args:
-            kind: for names and messages: ``env runner``.
-            start: starts the actors of the member with an index, and returns their handles.
+            kind: word for names and messages: ``env runner``.
+            start: starts the actors of the member of the given index, and returns their handles.
             ask: calls a method of an actor that its work does not block, and returns the reference of its ``Pulse``.
-            hang_timeout_s: an actor that shows no life for so long is ended.
-            interval_s: between two pulses of an actor.
-            max_hangs: a member that hung as often in a row is lost; None is never.
-            is_gang: one that hangs ends all, and one that dies is the owner's to note, who waits for all: ``fail``.
-            owner_admits: a member that is up waits for ``admit`` in each life; else it is ready at once.
+            hang_timeout_s: silence in seconds after which an actor is ended.
+            interval_s: seconds between two pulses of an actor.
+            max_hangs: number of hangs in a row after which a member is lost; None sets no limit.
+            is_gang: a member that hangs ends all; of one that dies the owner, who waits for all, calls ``fail``.
+            owner_admits: whether a member that is up waits for ``admit`` in each life; else it is ready at once.
             on_change: called when a member has begun or ceased to serve, perhaps in the watchdog's thread.
         """
         self.kind = kind
         self.members: list[Member[P]] = []
-        """All but those that were ended; the list is replaced, not changed."""
+        """Members that were not ended; the list is replaced, not changed."""
         self.num_restarts = self.num_hangs = 0
-        """Deaths and hangs since the fleet began. A hang is a death, too."""
+        """Numbers of deaths and hangs since the fleet began. A hang also counts as a death."""
         self.failure = ""
-        """Why a gang was ended, or the last member was lost."""
+        """Reason why a gang was ended, or the last member was lost."""
         self._ask = ask
         self._start, self._hang_timeout_s, self._max_hangs = start, hang_timeout_s, max_hangs
         self._is_gang, self._owner_admits, self._on_change = is_gang, owner_admits, on_change
         self._num_started = 0
         self.changed = threading.Condition(threading.RLock())
-        """Held while members change; waited for by those that need a change."""
+        """Condition that is held while members change, and that callers wait on for a change."""
         self._watchdog = Watchdog[tuple[Member[P], int]](ask, self.note, hang_timeout_s, interval_s=interval_s)
 
     # -- size ----------------------------------------------------------------------------------------------------
 
     def scale_to(self, num_members: int, load: Callable[[Member[P]], float] = lambda member: 0.0) -> list[Member[P]]:
-        """Start members, or let some drain, and return the latter; one that drains is not counted.
+        """Start members, or let some drain, and return the latter; draining members are not counted.
 
-        Those that are lost or start drain first, then those with the least ``load``, and of these the newest.
+        Members that are lost or starting drain first, then those with the least ``load``, the newest first.
         """
         with self.changed:
             members = [member for member in self.members if not member.is_draining]
@@ -225,7 +225,7 @@ class Fleet(Generic[P]):
             self._watchdog.forget((member, number))
 
     def restart(self) -> None:
-        """End what is left of a gang, and start all its members, each in its next life."""
+        """End the rest of a gang, and start all its members, each in its next life."""
         before = self.members
         self.end_all()
         with self.changed:
@@ -233,17 +233,17 @@ class Fleet(Generic[P]):
                 self._watch(Member(member.name, member.index, self._start(member.index), life=member.life + 1))
 
     def end_all(self) -> None:
-        """End all members: none is left to restart."""
+        """End all members; no restart is possible."""
         for member in self.members:
             self.end(member)
         self.failure = ""
 
     def stop(self) -> None:
-        """End all members, and watch no more."""
+        """End all members, and stop the watchdog."""
         self._watchdog.stop()
         self.end_all()
 
-    # -- what it is like -----------------------------------------------------------------------------------------
+    # -- state of the members ------------------------------------------------------------------------------------
 
     def num(self, state: MemberState) -> int:
         """Return the number of members in a state."""
@@ -251,16 +251,16 @@ class Fleet(Generic[P]):
 
     @property
     def serving(self) -> list[Member[P]]:
-        """The members whose actors can be called."""
+        """Members whose actors can be called."""
         return [member for member in self.members if member.is_serving]
 
     def unplaced(self) -> list[Any]:
-        """Return the actors of members that start which have not answered: they load or wait for room."""
+        """Return the actors of starting members that have not answered: they load or wait for room."""
         starting = [member for member in self.members if member.state is MemberState.STARTING]
         return [a for member in starting for number, a in enumerate(member.actors) if number not in member.pulses]
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Return once all actors have answered; the watchdog ends one that hangs, and Ray starts it again.
+        """Return once all actors have answered; the watchdog ends those that hang, and Ray starts them again.
 
         Raises:
             FleetError: a member cannot start, has died ``MAX_DEATHS`` times, or has not answered in time.
@@ -282,13 +282,13 @@ class Fleet(Generic[P]):
     def wait_for_verdict(self, member: Member[P]) -> None:
         """Return once the first actor of a member answers or Ray says that it is dead, after a minute at the latest.
 
-        Before, Ray may still believe that the node of the actor is there, and would place a new actor on it.
+        Before that, Ray may still take the node of the actor for alive, and would place a new actor on it.
         """
         deadline_s = time.monotonic() + VERDICT_TIMEOUT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 ray.get(self._ask(member.actors[0]), timeout=left_s)
-            except ActorUnavailableError:  # neither
+            except ActorUnavailableError:  # neither of the two
                 time.sleep(_VERDICT_INTERVAL_S)
             except RayError:
                 return
@@ -296,13 +296,13 @@ class Fleet(Generic[P]):
                 return
 
     def patient(self, silence_s: float) -> AbstractContextManager[None]:
-        """Allow its actors a longer silence for a while."""
+        """Allow its actors a longer silence within the context."""
         return self._watchdog.patient(silence_s)
 
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def admit(self, member_id: MemberId) -> None:
-        """Let a member work that is up, unless it has died meanwhile."""
+        """Let a member that is up work, unless it has died meanwhile."""
         with self.changed:
             member = self._find(member_id)
             if member is not None and member.is_up:
@@ -310,14 +310,14 @@ class Fleet(Generic[P]):
                 self._tell_change()
 
     def note_failure(self, member_id: MemberId, error: RayError) -> None:
-        """Note that a call of a member failed: it is dead, or up and broken, and then ended."""
+        """Note that a call of a member failed: either it is dead, or it is up and broken and is ended."""
         with self.changed:
             if (member := self._find(member_id)) is not None:
                 self._note_error(member, 0, error)
                 self._tell_change()
 
     def note_process(self, member_id: MemberId, process: Process) -> None:
-        """Note the process that a member has answered from; another than before means that it died meanwhile."""
+        """Note the process from which a member has answered; a new one means that it died meanwhile."""
         with self.changed:
             member = self._find(member_id)
             if member is not None and 0 in member.pulses and member.pulses[0].process != process:
@@ -332,7 +332,7 @@ class Fleet(Generic[P]):
         self.changed.notify_all()
 
     def note(self, key: tuple[Member[P], int], finding: Finding) -> None:
-        """Act on what the watchdog has found, in its thread."""
+        """Act on a finding of the watchdog, in its thread."""
         member, number = key
         with self.changed:
             if member not in self.members or member.is_lost:
@@ -376,7 +376,7 @@ class Fleet(Generic[P]):
     def _note_error(self, member: Member[P], number: int, error: RayError) -> None:
         if self._is_gang:
             return  # the owner's call fails, too, and knows more
-        if isinstance(error, RayTaskError):  # the process is there, and cannot do its work
+        if isinstance(error, RayTaskError):  # the process is alive, but cannot do its work
             member.num_failed_loads += not member.is_admitted
             if member.num_failed_loads < MAX_FAILED_LOADS:
                 ray.kill(member.actors[number], no_restart=False)
@@ -399,7 +399,7 @@ class Fleet(Generic[P]):
         self._warn(f"{member.name} {cause}")
 
     def fail(self, reason: str) -> None:
-        """End a gang, for the reason that ``failure`` says from now on; ``restart`` starts it again."""
+        """End a gang; ``failure`` has the reason from now on, and ``restart`` starts it again."""
         with self.changed:
             self.failure = self.failure or reason
             for member in self.members:
@@ -421,9 +421,9 @@ class Fleet(Generic[P]):
 
 
 def wait_or_kill(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Iterator[tuple[Any, RayError | None]]:
-    """Yield each call as it ends, with its error, given calls with their actors.
+    """Yield each call as it ends, with its error; ``calls`` maps calls to their actors.
 
-    An actor none of whose calls ends within ``timeout_s`` hangs: it is killed, and Ray restarts it.
+    An actor hangs if none of its calls ends within ``timeout_s``: it is killed, and Ray restarts it.
     """
     left = dict(calls)
     while left:

@@ -1,11 +1,11 @@
-"""The one HTTP shell: each server of the project answers through it, so that all have the same guards.
+"""HTTP shell of all servers of the project, so that all have the same guards.
 
 ::
 
     connection ──► room? headers in time? ──► Host, Origin, Content-Type ──► the server's own handler ──► answer in time
 
-Every error is ``{"error": "one sentence"}``. What a stranger sends reaches neither the log nor, as a traceback, the
-terminal. A browser that a page elsewhere sent here is refused: its ``Host`` or its ``Origin`` is not ours.
+Every error is ``{"error": "one sentence"}``. Text of a request reaches neither the log nor, as a traceback, the
+terminal. A browser that another site's page sends here is refused, since its ``Host`` or ``Origin`` is not ours.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ragr1_actors.core.credentials import is_token
 from ragr1_actors.core.errors import ConfigError, shortened
 
 CLIENT_CLOSED = 499
-"""Not an HTTP status, but the usual one in metrics for a client that closed the connection."""
+"""Status in metrics for a client that closed the connection; it is common, but not an HTTP status."""
 OTHER_PATH = "other"
-"""What unknown paths are counted as: each label of a metric is a time series for ever."""
+"""Name under which unknown paths are counted, since each label of a metric is a time series."""
 _MAX_QUOTED = 80
 _HEADERS = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:/@\s]+))(?::\d{1,5})?")
@@ -47,24 +47,24 @@ _connections_logger.setLevel(logging.CRITICAL)  # aiohttp logs a traceback per p
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a server one client can hold, and for how long."""
+    """Limits of the resources and times that one client can take of a server."""
 
     idle_s: float = 30.0
-    """Until the headers of a request are whole, from the connection's start or its last answer. Clients that keep
-    connections close them earlier (aiohttp's after 15 s), so that none sends a request into a closing one."""
+    """Seconds until the headers of a request are complete, from the connection's start or its last answer. Clients that
+    keep connections close them earlier (aiohttp's after 15 s), so that none sends a request into a closing one."""
     body_s: float = 30.0
-    """Until a request's body is whole."""
+    """Seconds until a request's body is complete."""
     answer_s: float = 120.0
-    """Until the client has taken the answer."""
+    """Seconds until the client has taken the answer."""
     body_bytes: int = 8 * 2**20
     connections: int = 2048
-    """Open at a time; at most half of the files that the process may open."""
+    """Number of open connections; at most half of the files that the process may open."""
     drain_s: float = 10.0
-    """For the requests in flight when the server stops."""
+    """Seconds for the requests in flight when the server stops."""
 
 
 class RequestError(Exception):
-    """A request that the server refuses with an HTTP status and one sentence."""
+    """Refusal of a request with an HTTP status and one sentence."""
 
     def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
         """Refuse with ``status`` (4xx, or 503 for "later") and ``message``; ``headers`` go into the answer."""
@@ -97,12 +97,12 @@ class HttpServer:
 
         Args:
             routes: such as ``web.post("/retrieve", retrieve)``. A POST is JSON; its handler calls ``read_body``.
-            host: a name or address of this machine.
-            port: 0 takes a free one.
-            allowed_hosts: further names by which clients reach the server, such as that of a proxy before it.
-            limits: of connections, bodies and times.
-            headers: of every answer.
-            count: is called with path and status of every answer.
+            host: name or address of this machine.
+            port: port number; 0 takes a free one.
+            allowed_hosts: further names by which clients reach the server, such as the name of a proxy before it.
+            limits: limits of connections, bodies and times.
+            headers: headers of every answer.
+            count: called with path and status of every answer.
         """
         self._host, self._port = host.strip("[]"), port
         self._limits = limits or Limits()
@@ -119,25 +119,25 @@ class HttpServer:
             access_log=None,  # would write 1,000 lines per second
             logger=_connections_logger,
             auto_decompress=False,
-            keepalive_timeout=self._limits.idle_s,  # it runs from the connection's start, too
+            keepalive_timeout=self._limits.idle_s,  # it also runs from the connection's start
             shutdown_timeout=self._limits.drain_s,
         )
         self._listener: asyncio.Server | None = None
 
     @property
     def url(self) -> str:
-        """The address it listens on, without a path."""
+        """Address at which the server listens, without a path."""
         assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     @property
     def num_connections(self) -> int:
-        """Open ones, idle or not."""
+        """Number of open connections, idle or not."""
         return len(self._runner.server.connections) if self._runner.server is not None else 0
 
     async def __aenter__(self) -> Self:
-        """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
+        """Begin to listen; raises ``ConfigError`` if the host is another machine or the port is in use."""
         await self._runner.setup()
         if not is_loopback(self._host):
             self._names |= {socket.gethostname().lower(), (await asyncio.to_thread(socket.getfqdn)).lower()}
@@ -178,7 +178,7 @@ class HttpServer:
             raise RequestError(400, "the body does not match its headers") from None
 
     def _connect(self) -> asyncio.BaseProtocol:
-        """Return what serves a new connection."""
+        """Return the protocol that serves a new connection."""
         assert self._runner.server is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = (
@@ -220,12 +220,12 @@ class HttpServer:
         except web.HTTPException as error:
             path = shortened(request.path, _MAX_QUOTED)
             return refuse(error.status, f"{path}: {error.reason}; expected one of {', '.join(self._paths)}")
-        except Exception:  # a boundary of the process: one request must not stop the others
+        except Exception:  # a process boundary: one request must not stop the others
             logger.exception("a request failed")
             return refuse(500, "the server has a bug; its log has the details")
 
     def _guard(self, request: web.Request) -> None:
-        """Refuse what a browser sends for a page elsewhere, by a name that leads here or across origins."""
+        """Refuse requests that a browser sends for another site's page, by a name that leads here or across origins."""
         host = request.headers.get("Host", "")  # aiohttp refuses two
         if not self._is_ours(host):
             got = shortened(ascii(host), _MAX_QUOTED)
@@ -239,7 +239,8 @@ class HttpServer:
             raise RequestError(415, f"got content of type {got}, expected application/json")
 
     def _names_this_server(self, host: str) -> bool:
-        """Whether a ``Host`` header names this server. An address does: no owner of a domain can point it there."""
+        """Return whether a ``Host`` header names this server; an address does: no owner of a domain can point it
+        here."""
         if (match := _HOST.fullmatch(host)) is None:
             return False
         name = (match[1] or match[2]).lower().rstrip(".")
@@ -247,7 +248,7 @@ class HttpServer:
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers a connection that is one too many."""
+    """Refuses a connection above the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -289,7 +290,7 @@ def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) 
 
 
 def check_token(host: str, token: str) -> None:
-    """Raise ``ConfigError`` if other machines reach a host and there is no token, or if it is not printable ASCII."""
+    """Raise ``ConfigError`` if other machines reach a host without a token, or if the token is not printable ASCII."""
     if not token and not is_loopback(host.strip("[]")):
         raise ConfigError(
             f"host {host!r} can be reached from other machines and no token was given; set an environment variable "
@@ -302,13 +303,13 @@ def check_token(host: str, token: str) -> None:
 def has_token(request: web.Request, token: str) -> bool:
     """Return whether a request sends ``Authorization: Bearer TOKEN``; an empty token asks for none."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # compared in constant time: the time must not show how much of a guess is right
+    # Compared in constant time, so that the time does not show how much of a guess is right
     is_same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
     return not token or (is_same and scheme.lower() == "bearer")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host: ``is_loopback("127.0.0.1")``, ``is_loopback("localhost")``."""
+    """Return whether only this machine reaches a host: ``is_loopback("127.0.0.1")``, ``is_loopback("localhost")``."""
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 

@@ -1,10 +1,10 @@
-"""What a killed process leaves: Ray's processes of a local session, the folder of their files, and scratch folders.
+"""Leftovers of killed processes: Ray's processes of a local session, the folder of their files, scratch folders.
 
-A process holds a lock on each folder that it makes here; a folder without one is of a process that was killed.
+A process holds a lock on each folder that it makes here; a folder without a lock belongs to a killed process.
 
-A session starts this module as a process, which outlives the driver, ends those processes and removes the folder.
-Ray's own processes that share the driver's fate do not suffice: its agents go on for minutes, and the folder stays.
-The module imports the standard library only, so that the process starts at once and takes little memory.
+A session starts this module as a process, which outlives the driver, ends those processes and removes the folder. Ray's
+own processes that share the driver's fate do not suffice: its agents go on for minutes, and the folder stays. The
+module imports the standard library only, so that the process starts at once and takes little memory.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TEMP = Path("/tmp")
-"""Where Ray's files are: paths of its sockets, which are in it, have at most 107 characters."""
+"""Folder of Ray's files, short because the paths of its sockets have at most 107 characters."""
 PREFIX = "ragr1-ray-"
 SCRATCH, KEPT = "ragr1-scratch-", "ragr1-kept-"
-"""In the folder for temporary files that the environment names; ``KEPT`` holds what a person may still need."""
+"""Beginnings of names in the folder for temporary files; ``KEPT`` folders hold files that a person may still need."""
 _NEW = "ragr1-new-"
 KILL_TIMEOUT_S = 60.0
-"""A process that a driver of a device holds in the kernel ends late, or never."""
+"""Longest wait in seconds: a process that a device driver holds in the kernel ends late, or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder of a dead process: removed unless a process that writes in it does not end."""
+    """Folder of a dead process; it is removed unless a process that writes in it does not end."""
 
     folder: Path
     killed: frozenset[int]
@@ -54,14 +54,14 @@ def lock(folder: Path) -> int:
 
 
 def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
-    """Make a folder, and return it and the descriptor of this process's lock on it."""
+    """Make a folder, and return it with the descriptor of this process's lock on it."""
     made = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
     descriptor = lock(made)
     return made.rename(made.with_name(made.name.replace(_NEW, prefix))), descriptor  # never without its lock
 
 
 def make_scratch() -> tuple[Path, int]:
-    """``make_folder`` for a process's own files."""
+    """Make a scratch folder of this process by ``make_folder``."""
     return make_folder(SCRATCH, Path(tempfile.gettempdir()))
 
 
@@ -78,9 +78,9 @@ def scratch_folder() -> Iterator[Path]:
 
 @contextmanager
 def watched(folder: Path, descriptor: int) -> Iterator[None]:
-    """Have the folder and the processes of a session removed when the block or this process ends.
+    """Remove the folder and the processes of a session when the block or this process ends.
 
-    ``descriptor`` is its lock. The watching process holds it, too, until it has done its work.
+    ``descriptor`` is the folder's lock. The watching process holds it, too, until it has done its work.
     """
     watcher = subprocess.Popen(
         [sys.executable, "-P", __file__, str(folder), str(os.getpid())],
@@ -95,7 +95,7 @@ def watched(folder: Path, descriptor: int) -> Iterator[None]:
         yield
     finally:
         watcher.communicate()
-        if watcher.returncode:  # somebody killed it
+        if watcher.returncode:  # a signal killed it
             end(folder, spared=os.getpid())
 
 
@@ -114,7 +114,7 @@ def remove_leftovers() -> Iterator[Leftover]:
 
 
 def end(folder: Path, spared: int = 0) -> Leftover:
-    """Kill the processes of a session but ``spared``, and then remove its folder, whose lock the caller holds."""
+    """Kill the processes of a session except ``spared``, then remove its folder; the caller holds the lock."""
     killed = kill_processes(folder, spared)
     if not processes_of(folder) - {spared}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -122,7 +122,7 @@ def end(folder: Path, spared: int = 0) -> Leftover:
 
 
 def kill_processes(folder: Path, spared: int) -> frozenset[int]:
-    """Kill the processes of a session but ``spared``, wait for their end and return them."""
+    """Kill the processes of a session except ``spared``, wait for their end and return them."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (found := processes_of(folder) - {spared}) and time.monotonic() < deadline:
@@ -152,12 +152,12 @@ def _writes_in(folder: Path, process: Path) -> bool:
             opened.lstat().st_mode & stat.S_IWUSR and os.readlink(opened).startswith(f"{folder}/")
             for opened in (process / "fd").iterdir()
         )
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
 def main() -> None:
-    """Wait for the end of standard input, which the session holds open, and end the session."""
+    """Wait for the end of standard input, which the session holds open, then end the session."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

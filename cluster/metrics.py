@@ -5,8 +5,8 @@
     driver   metrics of an iteration ──► gauges: "env_runners/load" is ray_ragr1_env_runners_load
     actors   observe, count           ──► histograms of latency and batch size, counters of tokens and queries
 
-The driver's gauges are the lines of ``metrics.jsonl``, once per iteration. What moves within an iteration is recorded
-where it happens, once per batch, search or group and never per token: a record takes up to 3 microseconds.
+The driver's gauges have the values of ``metrics.jsonl``, once per iteration. Actors record values that change within an
+iteration once per batch, search or group, never per token: a record takes up to 3 microseconds.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # Ray is loaded with the first record: `ragr1 ask` has none
 PREFIX = "ragr1_"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _REPEAT_S = 5.0
-"""Half of Ray's default report interval, ``metrics_report_interval_ms``."""
+"""Seconds between two exports: half of Ray's default report interval, ``metrics_report_interval_ms``."""
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 
 class Recorded(NamedTuple):
-    """A metric that actors record."""
+    """Metric that actors record."""
 
     meaning: str
     tags: tuple[str, ...] = ()
     boundaries: tuple[float, ...] = ()
-    """Of a histogram; a counter has none."""
+    """Boundaries of a histogram's buckets; a counter has none."""
 
 
 RECORDED = {
@@ -49,7 +49,7 @@ RECORDED = {
     "tokens": Recorded("tokens that engines sampled", ()),
     "scaling_decisions": Recorded("new sizes of a fleet; direction is up or down", ("fleet", "direction")),
 }
-"""By name, without ``ray_ragr1_``. Prometheus adds ``_bucket``, ``_sum`` and ``_count``, or ``_total``."""
+"""Metrics by name, without ``ray_ragr1_``. Prometheus adds ``_bucket``, ``_sum`` and ``_count``, or ``_total``."""
 
 
 def observe(name: str, value: float, **tags: str) -> None:
@@ -58,7 +58,7 @@ def observe(name: str, value: float, **tags: str) -> None:
 
 
 def count(name: str, number: float, **tags: str) -> None:
-    """Add to a counter of ``RECORDED``; nothing if ``number`` is 0."""
+    """Add to a counter of ``RECORDED``; if ``number`` is 0, do nothing."""
     if number:
         _counter(name).inc(number, tags)
 
@@ -66,8 +66,8 @@ def count(name: str, number: float, **tags: str) -> None:
 class GaugeExport:
     """Exports the newest metrics of a run as gauges, with the label ``run``, until ``close``; does nothing without Ray.
 
-    Ray's agent forgets a gauge that was not reported for two intervals. An iteration may take longer, so a thread sets
-    the gauges again and again.
+    Ray's agent drops a gauge that was not reported for two intervals. An iteration may take longer, so a thread sets
+    the gauges repeatedly.
     """
 
     def __init__(self, run: str) -> None:
@@ -82,11 +82,11 @@ class GaugeExport:
             self._thread.start()
 
     def __call__(self, metrics: Mapping[str, float]) -> None:
-        """Export these from now on; metrics of other names keep their values."""
+        """Export these metrics from now on; other names keep their values."""
         self._newest = self._newest | {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def close(self) -> None:
-        """Set the gauges a last time and end the export."""
+        """Set the gauges once more and end the export."""
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""The cache of a node: folders that were fetched, named by their content, and shared by all processes of one user.
+"""Cache of a node: fetched folders, named by their content and shared by all processes of one user.
 
 ::
 
@@ -30,24 +30,24 @@ from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.files import WRITING, fingerprint_file, is_no_room
 
 CACHE_VARIABLE = "RAGR1_CACHE"
-"""Environment variable: the folder of this node's cache, on a local disk; default ``~/.cache/ragr1``."""
+"""Environment variable with the folder of this node's cache, on a local disk; the default is ``~/.cache/ragr1``."""
 BYTES_VARIABLE = "RAGR1_CACHE_BYTES"
-"""Environment variable: the most bytes of the cache; default is half of its disk."""
+"""Environment variable with the limit of the cache in bytes; the default is half of its disk."""
 _LOCKS = ".locks"
 _REMOVED = ".removed_"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileContent:
-    """A file of a folder: ``FileContent("model.safetensors", 5242880, "9f2c...", "9f2c...")``."""
+    """File of a folder: ``FileContent("model.safetensors", 5242880, "9f2c...", "9f2c...")``."""
 
     name: str
-    """Relative to the folder, with ``/``."""
+    """Path relative to the folder, with ``/``."""
     num_bytes: int
     sha256: str
-    """Of all bytes."""
+    """SHA-256 of all bytes."""
     fingerprint: str
-    """See ``fingerprint_file``: the same as ``sha256`` up to 64 MiB, of samples of larger files."""
+    """Value of ``fingerprint_file``: equal to ``sha256`` up to 64 MiB, of samples of larger files."""
 
     def __post_init__(self) -> None:
         """Refuse a name that leaves the folder; names may come from a storage."""
@@ -62,7 +62,7 @@ class FileContent:
         return cls(name, path.stat().st_size, digest, fingerprint_file(path))
 
     def is_in(self, folder: Path) -> bool:
-        """Whether ``folder`` has this file; of more than 64 MiB only samples are compared."""
+        """Return whether ``folder`` has this file; of more than 64 MiB only samples are compared."""
         path = folder / self.name
         try:
             return path.stat().st_size == self.num_bytes and fingerprint_file(path) == self.fingerprint
@@ -71,7 +71,7 @@ class FileContent:
 
 
 def has_files(folder: Path, files: Sequence[FileContent]) -> bool:
-    """Return whether there is a folder with these files, which may be none."""
+    """Return whether ``folder`` exists and has these files, which may be none."""
     return folder.is_dir() and all(file.is_in(folder) for file in files)
 
 
@@ -83,13 +83,13 @@ def check_inside(name: str) -> None:
 
 
 class NodeCache:
-    """The entries in one directory. Any number of processes and threads may use it at the same time."""
+    """Entries in one directory. Any number of processes and threads may use it at the same time."""
 
     def __init__(self, directory: Path, max_bytes: int = 0) -> None:
         """Use ``directory``, which is made if it is missing, for at most ``max_bytes``; 0 is half of its disk.
 
         Raises:
-            UserError: the directory is another user's or open to others, or cannot be made.
+            UserError: the directory belongs to another user, is open to others, or cannot be made.
         """
         self.directory = directory
         try:
@@ -115,7 +115,7 @@ class NodeCache:
             raise UserError(f"{BYTES_VARIABLE}: got {given!r}, expected a whole number of bytes")
         try:
             directory = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ragr1")
-        except RuntimeError as error:  # as in a container whose user has no entry in /etc/passwd
+        except RuntimeError as error:  # such as in a container whose user has no entry in /etc/passwd
             raise UserError(
                 f"user {os.getuid()} of node {socket.gethostname()} has no home directory for the cache; set "
                 f"{CACHE_VARIABLE} to a local folder"
@@ -126,10 +126,10 @@ class NodeCache:
         """Return the folder of an entry, which stays in the cache until this process ends.
 
         The entry is compared with ``files``; ``fetch`` is called with an empty folder to fill if it is missing or
-        damaged. Of several processes that ask for it one fetches, and the others wait.
+        damaged. If several processes ask for it, one fetches and the others wait.
 
         Raises:
-            DataError: there is no room, or what was fetched is not what is expected.
+            DataError: there is no room, or the fetched files are not the expected ones.
         """
         try:
             return self._get(name, files, fetch)
@@ -152,7 +152,7 @@ class NodeCache:
                 self._replace(entry, files, fetch)
             descriptor = self.open_lock(f"{name}.use")
             fcntl.flock(descriptor, fcntl.LOCK_SH)  # at once: who removes the entry holds the other lock, too
-            os.utime(descriptor)  # the time of the last use
+            os.utime(descriptor)  # sets the time of the last use
         with _IN_USE_LOCK:
             _IN_USE[entry] = descriptor
         return entry
@@ -168,11 +168,11 @@ class NodeCache:
                 yield folder
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-                self._lock_path(f"{name}.fetch").unlink()  # of a name that is not used again
+                self._lock_path(f"{name}.fetch").unlink()  # the name is not used again
 
     def _replace(self, entry: Path, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> None:
         """Fetch into a folder with a temporary name, and give it its name once it is whole."""
-        for leftover in self.directory.glob(f"{WRITING}{entry.name}.*"):  # of a process that was killed
+        for leftover in self.directory.glob(f"{WRITING}{entry.name}.*"):  # left by a killed process
             shutil.rmtree(leftover)
         num_bytes = sum(file.num_bytes for file in files)
         writing = self.directory / f"{WRITING}{entry.name}.{num_bytes}"
@@ -189,7 +189,7 @@ class NodeCache:
             shutil.rmtree(writing, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the entries that were used least recently, but none that a process uses."""
+        """Remove the least recently used entries that no process uses, until there is room."""
         for removed in self.directory.glob(f"{_REMOVED}*"):
             shutil.rmtree(removed)
         for leftover in self.directory.glob(f"{WRITING}*.*"):
@@ -227,7 +227,7 @@ class NodeCache:
     def _remove(self, folder: Path) -> None:
         if folder.exists():
             removed = self.directory / f"{_REMOVED}{folder.name}"
-            folder.rename(removed)  # first: half an entry must not keep its name
+            folder.rename(removed)  # first, so that half an entry does not keep its name
             shutil.rmtree(removed)
 
     def _last_use(self, entry: Path) -> float:
@@ -235,7 +235,7 @@ class NodeCache:
         return lock.stat().st_mtime if lock.exists() else 0.0
 
     def _size(self, folder: Path) -> int:
-        """Return the bytes of an entry, or those reserved for one that is being fetched."""
+        """Return the bytes of an entry, or the bytes reserved for one that is being fetched."""
         reserved = folder.name.rpartition(".")[2]
         if folder.name.startswith(WRITING) and reserved.isdecimal():
             return int(reserved)
@@ -259,5 +259,5 @@ class NodeCache:
 
 
 _IN_USE: dict[Path, int] = {}
-"""Entries that this process uses, and the descriptors of their locks, which close when it ends."""
+"""Entries that this process uses, with the descriptors of their locks, which close when it ends."""
 _IN_USE_LOCK = threading.Lock()

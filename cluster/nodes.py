@@ -1,4 +1,4 @@
-"""What Ray says about nodes: which go away, and which actors have no place yet."""
+"""Ray's knowledge of nodes: which of them drain, and which actors have no room yet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ray.actor import ActorHandle
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that Ray takes back: idle ones, and ones that are about to be lost."""
+    """Return the ids of the nodes that Ray takes back: idle nodes, and nodes that are about to be lost."""
     return set(state.get_draining_nodes())
 
 
 def num_without_room(actors: Iterable[ActorHandle[Any]]) -> int:
-    """Return how many of these actors wait for a worker process: Ray has no room for them yet."""
+    """Return how many of these actors wait for a worker process, because Ray has no room for them yet."""
     infos = [state.actor_table(actor._actor_id.hex()) for actor in actors]
-    # Ray's table is empty for an actor of which the head has not heard yet: handles come before the registration.
-    # A waiting actor already has an address: that of the raylet which queues it.
+    # Ray's table has no actor that the head does not know yet: handles come before the registration.
+    # A waiting actor already has an address, of the raylet that queues it.
     return sum(info["State"] == "PENDING_CREATION" and not info["Pid"] for info in infos if info)
 
 

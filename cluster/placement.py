@@ -1,4 +1,4 @@
-"""Where a run's actors are: room for all of them before the first starts, and bundles for learner ranks.
+"""Placement of a run's actors: room for all of them before the first starts, and bundles for learner ranks.
 
 ::
 
@@ -10,8 +10,8 @@
                  other actors                    start on the node that the plan has for them
 
 Learner ranks are packed or spread by ``learners.placement``. A bundle of a Ray placement group lies on one node, so a
-runner and a rank in it can share memory, with GPUs or without. Other actors come and go: one whose node is gone or full
-runs on any node with its labels, as do those that a fleet adds.
+runner and a rank in it can share memory, with GPUs or without. Other actors may move: an actor whose node is lost or
+full, or which a fleet adds, runs on any node with its labels.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ragr1_actors.core.weight_transport import choose_transport
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""Until the cluster has grown and every bundle has its place."""
+"""Longest time in seconds until the cluster has grown and every bundle has its place."""
 _NODE_ID_LABEL = "ray.io/node-id"
-"""Ray sets it on every node."""
+"""Label that Ray sets on every node."""
 _POLL_S = 0.5
 _REPLY_TIMEOUT_S = 10.0
 
 ActorOptions = Callable[[int], Mapping[str, Any]]
-"""Given an actor's index, returns the Ray options that say where it runs."""
+"""Function that returns the Ray options with the place of the actor of an index."""
 
 
 def anywhere(index: int) -> Mapping[str, Any]:
-    """``ActorOptions`` without a constraint."""
+    """Return no constraint, as ``ActorOptions``."""
     return {}
 
 
@@ -58,12 +58,12 @@ def labelled(label_selector: Mapping[str, str]) -> ActorOptions:
 
 
 class Placement:
-    """Where the actors of a run start, and the bundles of its learner ranks until ``remove`` or the driver's end."""
+    """Places where the actors of a run start, and bundles of its learner ranks until ``remove`` or the driver's end."""
 
     def __init__(self, config: SamplerConfig, *, has_index: bool = True) -> None:
-        """Plan, and reserve the bundles; one rank that shares no device needs none.
+        """Plan, and reserve the bundles; a single rank that shares no device needs none.
 
-        Only a ``RunConfig`` has learners. ``has_index``: retrievers are actors.
+        Only a ``RunConfig`` has learners. ``has_index`` tells whether retrievers are actors.
 
         Raises:
             FleetError: the cluster has no room within ``START_TIMEOUT_S``.
@@ -89,7 +89,7 @@ class Placement:
             ) from error
 
     def learner_options(self, rank: int) -> Mapping[str, Any]:
-        """``ActorOptions`` of learner ranks."""
+        """Return the place of a learner rank, as ``ActorOptions``."""
         assert isinstance(self._config, RunConfig)
         if self._group is None:
             return self._seat("learner ranks", rank, self._config.learners.label_selector)
@@ -97,22 +97,22 @@ class Placement:
 
     @property
     def spare_cpus(self) -> int:
-        """CPUs that no actor of the run reserves on the node of the first learner rank; 0 where no node is planned."""
+        """CPUs that no actor of the run reserves on the node of the first learner rank; 0 if no node is planned."""
         return self._plan.spare_cpus("learner ranks")
 
     def runner_options(self, index: int) -> Mapping[str, Any]:
-        """``ActorOptions`` of env runners."""
+        """Return the place of an env runner, as ``ActorOptions``."""
         if self._shares_devices:
             return self.learner_options(index)
         return self._seat("env runners", index, self._config.env_runners.label_selector)
 
     def retriever_options(self, index: int) -> Mapping[str, Any]:
-        """``ActorOptions`` of retrievers: of replica 0 and its shards first."""
+        """Return the place of a retriever, as ``ActorOptions``; replica 0 and its shards come first."""
         retrieval = self._config.retrieval
         return self._seat(retriever_role(retrieval), index, retrieval.label_selector)
 
     def encoder_options(self, index: int) -> Mapping[str, Any]:
-        """``ActorOptions`` of encoders."""
+        """Return the place of an encoder, as ``ActorOptions``."""
         return self._seat("encoders", index, self._config.retrieval.label_selector)
 
     def _seat(self, role: str, index: int, label_selector: Mapping[str, str]) -> Mapping[str, Any]:
@@ -120,12 +120,12 @@ class Placement:
         node_ids = self._plan.node_ids(role)
         if index >= len(node_ids):
             return anywhere_labelled
-        # not NodeAffinitySchedulingStrategy: Ray's autoscaler starts no node for an actor that has one
+        # Not NodeAffinitySchedulingStrategy, as Ray's autoscaler starts no node for an actor that has one
         seat = {_NODE_ID_LABEL: node_ids[index], **label_selector}
         return {"label_selector": seat, "fallback_strategy": [anywhere_labelled]}
 
     def remove(self) -> None:
-        """Release the bundles. Ray ends the actors that still run there."""
+        """Release the bundles. Ray ends the actors that still run in them."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
@@ -138,9 +138,9 @@ def session_with_room(
     show: Callable[[PlacementPlan], None] = lambda plan: None,
     say: Callable[[str], None] = logger.warning,
 ) -> Iterator[None]:
-    """Be in a Ray session with room for all these actors; does nothing without any. Raises as ``wait_for_room``.
+    """Enter a Ray session with room for all these actors, or none without actors. Raises as ``wait_for_room``.
 
-    A local session has CPUs for ``most``, what the fleets may grow to.
+    A local session has CPUs for ``most``, the sizes to which the fleets may grow.
     """
     if not demands:
         yield
@@ -154,12 +154,12 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
     """Return once the cluster has room for all these actors at the same time.
 
     Args:
-        demands: of ``actor_demands``.
-        show: called once with the plan on the nodes that there are.
-        say: called with one sentence if the cluster has to grow, or other jobs have to end, first.
+        demands: result of ``actor_demands``.
+        show: called once with the plan on the present nodes.
+        say: called with one sentence if the cluster has to grow, or other jobs have to end, before.
 
     Raises:
-        UserError: the cluster cannot grow enough; the message has what is missing.
+        UserError: the cluster cannot grow enough; the message names the missing resources.
         FleetError: it has not grown within ``START_TIMEOUT_S``.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -191,7 +191,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
 
 @contextmanager
 def _room(demands: Sequence[Demand]) -> Iterator[PlacementGroup]:
-    """Ask for room for all actors at once, for a while; the actors take it afterwards."""
+    """Hold room for all actors in this context; the actors take it afterwards."""
     group = _reserve(demands, "PACK")
     try:
         yield group
@@ -208,7 +208,7 @@ def _reserve(demands: Sequence[Demand], strategy: str) -> PlacementGroup:
 
 
 def _cluster_status() -> GetClusterStatusReply:
-    """Return the nodes, and what the autoscaler answered to the demands that it saw last.
+    """Return the nodes, and the autoscaler's answer to the demands that it saw last.
 
     ``ray.autoscaler.v2.sdk.get_cluster_status`` reads the same and drops the demands that cannot be met.
     """
@@ -219,7 +219,7 @@ def _cluster_status() -> GetClusterStatusReply:
 
 
 def _nodes(status: GetClusterStatusReply, *, free: bool) -> list[Node]:
-    """Return the nodes that are up: what is free of them, or all that they have."""
+    """Return the nodes that are up, with their free resources or with all."""
     found = []
     for state in status.cluster_resource_state.node_states:
         if state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING):
@@ -231,7 +231,7 @@ def _nodes(status: GetClusterStatusReply, *, free: bool) -> list[Node]:
 
 
 def _may_grow(status: GetClusterStatusReply, group: PlacementGroup) -> bool:
-    """Whether an autoscaler (v2) is there that has not answered that the group cannot be met."""
+    """Return whether there is an autoscaler (v2) that has not answered that the group cannot be met."""
     answer = status.autoscaling_state
     refused = [request.details for request in answer.infeasible_gang_resource_requests]
     return bool(answer.autoscaler_state_version) and not any(group.id.hex() in details for details in refused)

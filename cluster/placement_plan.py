@@ -1,4 +1,4 @@
-"""Which actors of a run go on which nodes, computed before any starts. Pure: no Ray.
+"""Plan of a run's actors on nodes, computed before any starts. Pure: no Ray.
 
 ::
 
@@ -6,8 +6,8 @@
     Demands, Nodes ──► plan ──► PlacementPlan: env runners on 10.0.0.3 x 3, and 1 that finds no place, with the reason
 
 An actor is on one node, so an engine of ``tensor_parallel_size`` 2 needs a node with two free GPUs. A part of a GPU is
-a part of one GPU: two actors of 0.6 need two. Actors start where the plan has them: where Ray chooses node by node, the
-first may take the room that only the last one fits in.
+a part of one GPU: two actors of 0.6 need two. Actors start where the plan has them: if Ray chose node by node, the
+first could take the only room of the last.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Node:
-    """A machine, or the part of it that is free."""
+    """Machine, or the free part of it."""
 
     name: str
-    """Unique: ``10.0.0.3``."""
+    """Unique name, such as ``10.0.0.3``."""
     num_cpus: float
     num_gpus: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
     node_id: str = ""
-    """Ray's id, 56 hexadecimal digits."""
+    """Id in Ray, 56 hexadecimal digits."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Actors of one kind. Each is on one node."""
+    """Actors of one kind, each of which needs one node."""
 
     role: str
-    """In the plural: ``env runners``."""
+    """Name of the actors in the plural, such as ``env runners``."""
     count: int
     num_cpus: float
-    """Of one actor, as ``num_gpus``."""
+    """CPUs of one actor, as ``num_gpus`` its GPUs."""
     num_gpus: float = 0.0
     label_selector: Mapping[str, str] = field(default_factory=dict)
     strategy: Literal["any", "pack", "spread"] = "any"
-    """``pack`` uses as few nodes as possible, ``spread`` as many."""
+    """Strategy: ``pack`` uses as few nodes as possible, ``spread`` as many."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What Ray reserves for one actor. Ray accepts no bundle without a resource: a byte is the least."""
+        """Resources that Ray reserves for one actor. Ray accepts no bundle without a resource: a byte is the least."""
         resources = {"CPU": self.num_cpus, "GPU": self.num_gpus}
         return {name: number for name, number in resources.items() if number} or {"memory": 1.0}
 
     @property
     def each(self) -> str:
-        """What one actor needs: ``1 CPU, 2 GPUs, labels role=runner``."""
+        """Needs of one actor: ``1 CPU, 2 GPUs, labels role=runner``."""
         parts = [_counted(self.num_cpus, "CPU")] + ([_counted(self.num_gpus, "GPU")] if self.num_gpus else [])
         labels = ", ".join(f"{key}={value}" for key, value in self.label_selector.items())
         return ", ".join(parts) + (f", labels {labels}" if labels else "")
@@ -68,27 +68,27 @@ class Demand:
 
 @dataclass(frozen=True)
 class Placed:
-    """A demand, and the nodes of its actors."""
+    """Demand, with the nodes of its actors."""
 
     demand: Demand
     seats: tuple[Node, ...]
-    """The nodes of the actors 0, 1, ...; those that are missing find no place."""
+    """Nodes of the actors 0, 1, ...; the missing ones find no place."""
     reason: str = ""
-    """Why some actors find no place."""
+    """Reason why some actors find no place."""
 
     @property
     def nodes(self) -> Mapping[str, int]:
-        """How many actors are on which node: ``{"10.0.0.3": 2}``."""
+        """Number of actors by node: ``{"10.0.0.3": 2}``."""
         return Counter(node.name for node in self.seats)
 
     @property
     def num_missing(self) -> int:
-        """Actors that find no place."""
+        """Number of actors that find no place."""
         return self.demand.count - len(self.seats)
 
     @property
     def where(self) -> str:
-        """The nodes: ``10.0.0.3 x 3, 10.0.0.4``."""
+        """Nodes as a text: ``10.0.0.3 x 3, 10.0.0.4``."""
         ordered = sorted(self.nodes.items(), key=lambda item: (-item[1], item[0]))
         shown = [f"{name} x {count}" if count > 1 else name for name, count in ordered[:MAX_NODES_SHOWN]]
         if len(ordered) > MAX_NODES_SHOWN:
@@ -100,7 +100,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """What goes where, and what finds no place."""
+    """Nodes of all actors, and the actors that find no place."""
 
     rows: tuple[Placed, ...]
 
@@ -118,7 +118,7 @@ class PlacementPlan:
 
     @property
     def missing(self) -> str:
-        """Which actors find no place, and why; empty if all find one."""
+        """Text with the actors that find no place, and why; empty if all find one."""
         return "; ".join(
             f"{row.num_missing} of {row.demand.count} {row.demand.role} find no place: each needs {row.demand.each} on "
             f"one node, {row.reason}"
@@ -130,7 +130,7 @@ class PlacementPlan:
 def actor_demands(config: SamplerConfig, *, has_index: bool) -> tuple[Demand, ...]:
     """Return the actors that a configuration starts with; only a ``RunConfig`` has learners.
 
-    ``has_index``: retrievers are actors; those that need no index are not.
+    ``has_index`` tells whether retrievers need an index, and so are actors.
     """
     runners, retrieval = config.env_runners, config.retrieval
     num_replicas = retrieval.num_retrievers if has_index else 0
@@ -167,7 +167,7 @@ def retriever_role(retrieval: RetrievalSettings) -> str:
 
 
 def learner_demand(config: RunConfig) -> Demand:
-    """Return the learner ranks, with the env runners that share their devices if there are such.
+    """Return the learner ranks, with the env runners that share their devices, if any.
 
     A shared GPU is reserved whole, so that no other actor gets a part of it.
     """
@@ -191,14 +191,14 @@ def learner_demand(config: RunConfig) -> Demand:
 
 
 def plan(demands: Iterable[Demand], nodes: Sequence[Node]) -> PlacementPlan:
-    """Place every actor that finds room, those that are hardest to place first."""
+    """Place every actor that finds room; those that are hardest to place come first."""
     rooms = [_Room(node) for node in nodes]
     order = sorted(demands, key=lambda demand: (-demand.num_gpus, not demand.label_selector, -demand.num_cpus))
     return PlacementPlan(tuple(_place(demand, rooms) for demand in order))
 
 
 def matches(label_selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a node with these labels is one that Ray chooses for the selector.
+    """Return whether Ray chooses a node with these labels for the selector.
 
     A value of a selector is ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``; ``!`` is also true without the label.
     """
@@ -210,7 +210,7 @@ def matches(label_selector: Mapping[str, str], labels: Mapping[str, str]) -> boo
 
 
 class _Room:
-    """What is still free on a node while the plan is made."""
+    """Room that is still free on a node while the plan is made."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -219,7 +219,7 @@ class _Room:
         if (part := node.num_gpus - len(self.gpus)) > _EPSILON:
             self.gpus.append(part)
         self.num_ranks = 0
-        """Actors of the demand that is being placed."""
+        """Number of actors of the demand that is being placed."""
 
     def take(self, demand: Demand) -> bool:
         """Place one actor here, if there is room."""
@@ -235,7 +235,7 @@ class _Room:
     def _choose_gpus(self, num_gpus: float) -> list[int] | None:
         share = min(1.0, num_gpus)
         fitting = [index for index, free in enumerate(self.gpus) if free >= share - _EPSILON]
-        fitting.sort(key=lambda index: self.gpus[index])  # a GPU of which a part is taken already comes first
+        fitting.sort(key=lambda index: self.gpus[index])  # a GPU of which a part is taken comes first
         num_devices = round(num_gpus) if num_gpus > 1 else int(num_gpus > 0)
         return fitting[:num_devices] if len(fitting) >= num_devices else None
 
@@ -252,7 +252,7 @@ def _place(demand: Demand, rooms: Sequence[_Room]) -> Placed:
         room.num_ranks = 0
     if demand.strategy == "pack":  # the smallest node that holds all; else those that hold most
         suitable.sort(key=lambda room: (-room.capacity(demand), sum(room.gpus), room.num_cpus))
-    else:  # a node without GPUs, or with few, is taken first, so that others find the GPUs free
+    else:  # a node with few GPUs or none comes first, so that other actors find the GPUs free
         suitable.sort(key=lambda room: (sum(room.gpus), room.num_cpus))
     seats: list[Node] = []
     for _ in range(demand.count):

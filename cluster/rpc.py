@@ -41,13 +41,13 @@ _CONNECT_TIMEOUT_S = 5.0
 _HANDSHAKE_TIMEOUT_S = 10.0
 _DEAD_AFTER_S = 10.0
 _DRAIN_TIMEOUT_S = 60.0
-"""For the calls that have arrived at a server that ends. A client may go on calling, so there is a limit."""
+"""Seconds for the calls that have arrived at a server that ends; limited, since a client may go on calling."""
 _LINGER_S = 5.0
-"""For answers to leave a server that ends: a client may be gone."""
+"""Seconds in which answers leave a server that ends, since a client may be gone."""
 _MAX_MESSAGE_BYTES = 2**31
 _NEVER_MS = 2**31 - 1
 _ARRAY = 1
-"""The msgpack extension type of a NumPy array: dtype, shape and bytes."""
+"""Number of the msgpack extension type of a NumPy array: dtype, shape and bytes."""
 _ENDS: dict[int, str] = {
     zmq.EVENT_CLOSED: "no server listens there",
     zmq.EVENT_DISCONNECTED: "the other side closed it",
@@ -55,11 +55,11 @@ _ENDS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the server did not prove its key",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the server did not prove its key",
 }
-"""Events that end a connection, and what each means."""
+"""Meaning of each event that ends a connection."""
 
 
 class RpcAddress(NamedTuple):
-    """Where an ``RpcServer`` listens, and the keys that open it. A secret: only Ray carries it."""
+    """Address at which an ``RpcServer`` listens, with the keys that open it. A secret: only Ray carries it."""
 
     host: str
     port: int
@@ -75,7 +75,7 @@ class RpcAddress(NamedTuple):
 
 
 class RpcServer:
-    """The actor's side. One thread receives, runs methods and answers, one call at a time.
+    """Side of the actor. One thread receives, runs methods and answers, one call at a time.
 
     OpenMP's number of threads is a property of the calling thread, so all work must run in the same one.
     """
@@ -83,7 +83,8 @@ class RpcServer:
     def __init__(self) -> None:
         """Start the thread. No client can connect before ``open``."""
         self.address: RpcAddress | None = None
-        """None before ``open``, and where this node's address cannot be listened at: then only Ray's calls work."""
+        """Address; None before ``open``, or if this node's address cannot be listened at: then only Ray's calls
+        work."""
         self._methods: Mapping[str, Callable[..., Any]] = {}
         self._context = zmq.Context()
         self._router: zmq.Socket[bytes] | None = None
@@ -101,7 +102,7 @@ class RpcServer:
         return job.result()
 
     def open(self, methods: Mapping[str, Callable[..., Any]]) -> None:
-        """Let clients connect and call ``methods`` by name. Arguments and results are what ``encode`` accepts."""
+        """Let clients connect and call ``methods`` by name. ``encode`` says which arguments and results are legal."""
         self._methods = methods
         with contextlib.suppress(zmq.ZMQError):
             self.address = self.run(self._listen, ray.util.get_node_ip_address())
@@ -136,7 +137,7 @@ class RpcServer:
         server_key, server_secret_key = zmq.curve_keypair()
         client_public_key, client_secret_key = zmq.curve_keypair()
         admission = self._context.socket(zmq.REP)
-        admission.bind("inproc://zeromq.zap.01")  # where libzmq asks about the key of each client
+        admission.bind("inproc://zeromq.zap.01")  # address at which libzmq asks about the key of each client
         threading.Thread(target=_admit, args=(admission, client_public_key), name="rpc-admit", daemon=True).start()
         router = _open_socket(self._context, zmq.ROUTER, host)
         router.curve_server = True
@@ -176,14 +177,14 @@ class RpcServer:
 
 
 class RpcClient:
-    """The client's side: one connection for any number of concurrent calls, opened again in a new event loop."""
+    """Side of the client: one connection for any number of concurrent calls, opened again in a new event loop."""
 
     def __init__(self, address: RpcAddress) -> None:
-        """Hold the address; nothing is connected yet."""
+        """Take the address; nothing is connected yet."""
         self._address = address
         self._peer = f"{address.host}:{address.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The loop that reads the socket's events; None while no socket is open."""
+        """Event loop that reads the socket's events; None while no socket is open."""
         self._calls: dict[bytes, asyncio.Future[bytes]] = {}
         self._call_ids = map(b"%d".__mod__, itertools.count())
 
@@ -247,7 +248,7 @@ class RpcClient:
         self._socket.connect(f"tcp://{_bracketed(self._address.host)}:{self._address.port}")
 
     def _close(self, reason: str = "the client closed it") -> None:
-        """Fail the calls that are out, and close the socket."""
+        """Fail the open calls, and close the socket."""
         if self._loop is None:
             return
         loop, calls = self._loop, self._calls
@@ -261,7 +262,7 @@ class RpcClient:
             return
         if not self._opened.done():
             self._opened.set_exception(RpcError(f"cannot connect to {self._peer}: {reason}"))
-            self._opened.exception()  # it may be that no call waits for it any more
+            self._opened.exception()  # maybe no call waits for it any more
         for answer in calls.values():
             if not answer.done():
                 answer.set_exception(RpcError(f"lost the connection to {self._peer}: {reason}"))
@@ -281,14 +282,14 @@ class RpcClient:
             while self._loop is not None:
                 event = recv_monitor_message(self._events, zmq.NOBLOCK)
                 if event["event"] in _ENDS:
-                    self._read_answers()  # those that arrived before the end
+                    self._read_answers()  # reads the answers that arrived before the end
                     self._close(_ENDS[event["event"]])
                 elif not self._opened.done():
                     self._opened.set_result(None)
 
 
 def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method of a client; a running event loop keeps what it calls, and must not keep a client."""
+    """Call a method of a client by a weak reference, so that a running event loop does not keep the client."""
     if (read := method()) is not None:
         read()
 
@@ -297,7 +298,7 @@ def encode(content: Any) -> bytes:
     """Return a message of None, bool, int, float, str, bytes, lists, tuples, dicts and NumPy arrays of numbers.
 
     Raises:
-        TypeError: another type is in it.
+        TypeError: it contains another type.
     """
     message: bytes = msgpack.packb(content, default=_encode_array, unicode_errors="surrogatepass")
     return message
@@ -307,7 +308,7 @@ def decode(message: bytes) -> Any:
     """Undo ``encode``; tuples become lists.
 
     Raises:
-        ValueError: not such a message.
+        ValueError: it is not such a message.
     """
     return msgpack.unpackb(message, ext_hook=_decode_array, unicode_errors="surrogatepass")
 
@@ -326,7 +327,7 @@ def _decode_array(kind: int, data: bytes) -> NDArray[Any]:
 
 
 def _admit(admission: zmq.Socket[bytes], client_key: bytes) -> None:
-    """Answer libzmq's requests (ZAP, RFC 27): one key is let in. In a thread, as the server's may be busy."""
+    """Answer libzmq's requests (ZAP, RFC 27) in a thread, as the server's may be busy: one key is let in."""
     with contextlib.suppress(zmq.ContextTerminated), admission:
         expected = z85.decode(client_key)
         while True:

@@ -1,4 +1,4 @@
-"""The Ray session of a run: a cluster that it joins, or a local one that it starts and ends."""
+"""Ray session of a run: a cluster that it joins, or a local one that it starts and ends."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ _LOST_NODE = (
     "machine is overloaded; give the same command again, a training run with --resume"
 )
 _SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0, "worker_niceness": 0}
-"""A call to an actor whose process was killed fails at once. By default it waits 1 to 2 s for the cause of death, which
+"""Settings of Ray. A call to a killed actor fails at once; by default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts.
 
 Actors get the share of a core that any process gets. By default Ray runs them at niceness 15: beside one busy process
-per core they get a thirtieth of it, and an actor that works looks like one that hangs."""
+per core they get a thirtieth of it, and an actor that works looks like one that hangs.
+"""
 
 
 @contextmanager
 def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
-    """Be connected to Ray for a while; ``placement.wait_for_room`` checks that the actors have room there.
+    """Connect to Ray in this context; ``placement.wait_for_room`` checks that the actors have room there.
 
     Under ``ray job submit``, or with ``RAY_ADDRESS`` set, it joins that cluster. Otherwise it starts a local cluster,
-    and ends its processes; it never joins another one that runs on the machine. If Ray is connected already, it does
+    and ends its processes; it does not join another one that runs on the machine. If Ray is connected already, it does
     nothing.
 
     Args:
@@ -67,14 +68,14 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
             with _ended_with_its_node():
                 yield
         finally:
-            ray.shutdown(wait_for_processes=True)  # which write into the folder
+            ray.shutdown(wait_for_processes=True)  # they write into the folder
 
 
 @contextmanager
 def _ended_with_its_node() -> Iterator[None]:
-    """End this process with one sentence if Ray's head declares its node lost, as it does after about a minute.
+    """End this process with one sentence if Ray's head declares its node lost, which takes it about a minute.
 
-    A call of Ray that needs a raylet which was stopped never returns, and no signal ends it.
+    A call of Ray to a stopped raylet never returns, and no signal ends it.
     """
     node_id, has_ended = ray.get_runtime_context().get_node_id(), threading.Event()
 
@@ -97,9 +98,9 @@ def _ended_with_its_node() -> Iterator[None]:
 
 @contextmanager
 def _session_folder() -> Iterator[str]:
-    """Make a folder for the files of a local session, which ends with what is left of the session.
+    """Make a folder for the files of a local session; its end removes it with the rest of the session.
 
-    The process holds a lock on it. A folder without one is of a process that was killed, and is removed, too.
+    The process holds a lock on it. A folder without a lock belongs to a killed process, and is removed, too.
     """
     for _ in leftovers.remove_leftovers():
         pass
@@ -114,7 +115,7 @@ def _session_folder() -> Iterator[str]:
 @contextmanager
 def _own_handlers() -> Iterator[None]:
     """Keep this process's handlers of signals, which ``ray.init`` replaces; its own raises ``SystemExit``."""
-    is_main = threading.current_thread() is threading.main_thread()  # no other may set them, Ray included
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may set them, Ray included
     before = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
     try:
         yield
@@ -152,7 +153,7 @@ def _connect(address: str | None, num_cpus: float, folder: str) -> None:
 
 
 def _start(folder: Path, **options: Any) -> None:
-    """Start a local cluster; once more if that fails: Ray gives its processes 30 s, and a busy machine takes longer."""
+    """Start a local cluster; try twice, since Ray gives its processes 30 s, and a busy machine takes longer."""
     for attempt in range(_ATTEMPTS):
         try:
             ray.init(
@@ -176,7 +177,7 @@ def _start(folder: Path, **options: Any) -> None:
 
 
 def _check_head(address: str) -> None:
-    """Raise ``ConnectionError`` or ``AuthenticationError`` where ``ray.init`` would try for 20 s and not say why."""
+    """Raise ``ConnectionError`` or ``AuthenticationError`` if ``ray.init`` would try for 20 s and give no reason."""
     host, _, port = address.rpartition(":")
     if "/" in host or not host or not port.isdecimal():  # "auto", ray://...: ray.init finds the head
         return
@@ -202,7 +203,7 @@ def _give_token() -> None:
 
 
 def _python_path() -> str:
-    """Workers import the packages and the user's modules from the same place as the driver, installed or not."""
+    """Return a path with which workers import the packages and the user's modules from the same place as the driver."""
     root = str(Path(__file__).resolve().parent.parent)
     existing = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)

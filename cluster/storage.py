@@ -1,4 +1,4 @@
-"""Storage of a run: folders that travel to any node by a URI of ``pyarrow.fs``, or by Ray's object store.
+"""Storage of a run: folders that reach any node by a URI of ``pyarrow.fs``, or by Ray's object store.
 
 ::
 
@@ -7,8 +7,8 @@
                  ── listing ─────►  index.json, written last  ──┐
     actor(Artifact) ────────────────────────────────────────────┴──► Artifact.fetch() ──► its cache, by content
 
-An object store has no rename and no append, but replaces one object at once. So a folder counts if its listing exists,
-an object that names the files with their sizes and hashes and is written after all of them. The processes of several
+An object store has no rename and no append, but replaces one object at once. So a folder is complete if its listing
+exists: an object that names the files with their sizes and hashes, and is written after them. Processes of several
 nodes write one folder by a ``StorageWriter``: each delivers its part.
 """
 
@@ -40,9 +40,9 @@ from ragr1_actors.core.files import WRITING, is_no_room
 from ragr1_actors.core.folders import AnyFolder
 
 SMALL_BYTES = 256 * 2**20
-"""A folder up to this size travels through Ray's object store where a run has no storage URI."""
+"""Limit of a folder, in bytes, that travels through Ray's object store if a run has no storage URI."""
 RETRY_S = 120.0
-"""Default of ``debugging.fault_tolerance.storage_retry_s``."""
+"""Default of ``debugging.fault_tolerance.storage_retry_s``, in seconds."""
 _CHUNK_BYTES = 8 * 2**20
 _SHOWN_OPTIONS = ("scheme", "endpoint_override", "region", "allow_bucket_creation", "project_id")
 """Parameters of a URI that are shown and stored."""
@@ -53,7 +53,7 @@ _EXPECTED = f"expected one {_EXAMPLE}"
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _OPEN_SECRET = re.compile(r"[^/\s?#@:]*+:(?!\d+/)\S*@")
-"""User and secret where the secret has a ``/``, ``?`` or ``#`` that should have been ``%2F``, ``%3F`` or ``%23``."""
+"""User and secret, where the secret has a ``/``, ``?`` or ``#`` that should have been ``%2F``, ``%3F`` or ``%23``."""
 
 
 def is_uri(text: str) -> bool:
@@ -62,7 +62,7 @@ def is_uri(text: str) -> bool:
 
 
 def without_secrets(uri: str) -> str:
-    """Return a URI as it may be shown and stored: without user, password and parameters that are not known.
+    """Return a URI that may be shown and stored: without user, password and unknown parameters.
 
     ``without_secrets("s3://KEY:SECRET@bucket/run?region=eu-1") == "s3://bucket/run?region=eu-1"``
     """
@@ -83,7 +83,7 @@ def _split_user(uri: str) -> tuple[str, str]:
 
 
 def with_name(uri: str, name: str) -> str:
-    """Return the URI of something below another.
+    """Return the URI of ``name`` below another URI.
 
     ``with_name("s3://b/run?region=eu", "index") == "s3://b/run/index?region=eu"``
     """
@@ -93,12 +93,12 @@ def with_name(uri: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder at a URI. It pickles as its arguments: every process opens its own connection."""
+    """Folder at a URI. It pickles as its arguments: every process opens its own connection."""
 
     uri: str = field(repr=False)
-    """Of ``pyarrow.fs``; it may hold credentials, so that only ``name`` is shown."""
+    """URI of ``pyarrow.fs``; it may hold credentials, so that only ``name`` is shown."""
     retry_s: float = RETRY_S
-    """A call that fails is repeated for this long; 0 is never."""
+    """Seconds for which a failing call is repeated; 0 repeats none."""
 
     def __str__(self) -> str:
         """Return the URI without secrets."""
@@ -109,7 +109,7 @@ class Storage:
         return f"{str(self).partition('?')[0]}/{name}".rstrip("/")
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of an object; None if there is none."""
+        """Return the content of an object, or None if there is none."""
 
         def read() -> bytes:
             with self._fs.open_input_stream(self._path(name)) as stream:
@@ -121,15 +121,15 @@ class Storage:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write an object; readers see the one before or the new one."""
+        """Write an object; readers see the old or the new one."""
         self._try("write", name, lambda: self._replace(name, lambda stream: stream.write(content)))
 
     def upload(self, name: str, file: Path) -> None:
-        """Write a file, on S3 of at most 5 GB, as an object; readers see the one before or the new one."""
+        """Write a file, on S3 of at most 5 GB, as an object; readers see the old or the new one."""
         self._try("write", name, lambda: self._replace(name, partial(_copy, file)))
 
     def _replace(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
-        """Fill an object of another name, and rename it: whatever ends a stream makes an object of what it has."""
+        """Fill an object of another name, and rename it, since a stream that ends early makes an object of its part."""
         writing = f"{name}{WRITING}{secrets.token_hex(4)}"
         try:
             self._fill(writing, write)
@@ -176,7 +176,7 @@ class Storage:
         return self._try("list", folder, names)
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove objects; those that are gone already are left out."""
+        """Remove objects; it is no error if they are missing."""
         for name in names:
             with suppress(FileNotFoundError):  # also if the answer to the first attempt was lost
                 self._try("remove", name, lambda name=name: self._fs.delete_file(self._path(name)))  # type: ignore[misc]
@@ -184,14 +184,14 @@ class Storage:
     # -- folders -----------------------------------------------------------------------------------------------------
 
     def find(self, name: str) -> Artifact | None:
-        """Return the folder of that name, such as ``checkpoints/step_10``; None if there is no whole one."""
+        """Return the folder of that name, such as ``checkpoints/step_10``; None if it is missing or incomplete."""
         listing = self._read_as(_LISTING, f"{name}.json")
         if listing is None:
             return None
         return Artifact(listing.files, self.at(name), storage=self, prefix=listing.folder)
 
     def put(self, folder: Path, name: str = "") -> Artifact:
-        """Store a folder, by default under its content; it is not uploaded if it is there already."""
+        """Store a folder, by default under the name of its content; an existing one is not uploaded again."""
         files = read_contents(folder)
         name = name or f"artifacts/{content_name(files)}"
         found = self.find(name)
@@ -207,11 +207,11 @@ class Storage:
         return replace(found, path=str(folder.absolute()))
 
     def writer(self, name: str) -> StorageWriter:
-        """Return where processes write the parts of a folder, which ``finish`` gives its name."""
+        """Return a writer with which processes write the parts of a folder; ``finish`` gives the folder its name."""
         return StorageWriter(self, name, f"{name}-{secrets.token_hex(4)}")
 
     def finish(self, writer: StorageWriter, files: Collection[str], before: Artifact | None = None) -> Artifact:
-        """Write the listing of a folder once ``files`` were delivered, and then remove the folder ``before`` it.
+        """Write the listing of a folder once ``files`` were delivered, then remove its predecessor ``before``.
 
         Raises:
             UserError: a file is missing.
@@ -227,11 +227,11 @@ class Storage:
         return found
 
     def link(self, name: str, folder: Artifact) -> None:
-        """Write a listing of a folder of this storage: from now on ``find(name)`` returns it."""
+        """Write a listing for a folder of this storage: from then on ``find(name)`` returns it."""
         self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
 
     def deliver(self, prefix: str, part: str, folder: Path, files: Sequence[FileContent]) -> None:
-        """Upload the files of a part, and then what they are; who reads before that finds nothing."""
+        """Upload the files of a part, then the list of them; a reader that comes earlier finds no part."""
         for file in files:
             name = f"{prefix}/{file.name}"
             self._try("write", name, partial(self._fill, name, partial(_copy, folder / file.name)))
@@ -263,7 +263,7 @@ class Storage:
     def _try(self, verb: str, name: str, call: Callable[[], T]) -> T:
         """Repeat a call that fails for ``retry_s``; then ``UserError``.
 
-        At once: ``FileNotFoundError``, and the ``OSError`` of a disk that is too full for what is read.
+        ``FileNotFoundError`` and the ``OSError`` of a full disk are raised at once.
         """
 
         def tell(state: RetryCallState) -> None:
@@ -287,7 +287,7 @@ class Storage:
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException) as error:
-            if verb == "read" and is_no_room(error):  # on the disk of this node
+            if verb == "read" and is_no_room(error):  # the disk of this node is full
                 raise
             raise UserError(
                 f"cannot {verb} {self.at(name)}: {self._reason(error)}; look at the network, the name and the "
@@ -308,7 +308,7 @@ def _copy(file: Path, stream: pa.NativeFile) -> None:
 def check_uri(uri: str) -> None:
     """Refuse, with a ``ConfigError``, a URI that names no file system of ``pyarrow.fs``, or no bucket.
 
-    Nothing is connected to. Of S3 only the form is checked: pyarrow would ask Amazon for region and credentials.
+    It makes no connection. For S3 it checks only the form, as pyarrow would ask Amazon for region and credentials.
     """
     try:
         parts = urlsplit(uri)
@@ -319,7 +319,7 @@ def check_uri(uri: str) -> None:
     if uri.startswith("s3://"):
         if not parts.hostname:
             raise ConfigError(f"{without_secrets(uri)} names no bucket; {_EXPECTED}")
-    elif parts.scheme not in ("hdfs", "viewfs"):  # of which pyarrow starts a Java machine
+    elif parts.scheme not in ("hdfs", "viewfs"):  # pyarrow starts a Java machine for these
         _connect(uri)
 
 
@@ -327,7 +327,7 @@ def check_uri(uri: str) -> None:
 def _connect(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         found, path = fs.FileSystem.from_uri(uri)
-    except (pa.ArrowInvalid, ImportError) as error:  # ImportError: a file system that pyarrow does not bring along
+    except (pa.ArrowInvalid, ImportError) as error:  # ImportError: pyarrow was built without this file system
         reason = _without(one_line(error, 300), uri)
         raise ConfigError(f"{without_secrets(uri)}: {reason}; expected a URI of pyarrow.fs, {_EXAMPLE}") from None
     return found, path.rstrip("/")
@@ -347,20 +347,20 @@ def _may_pass(error: BaseException) -> bool:
 
 @checked_dataclass(frozen=True)
 class Listing:
-    """The object that makes a folder whole."""
+    """Object that makes a folder complete."""
 
     folder: str
-    """Where the files are, relative to the storage: ``checkpoints/step_10-3fa9c1d2``."""
+    """Folder of the files, relative to the storage: ``checkpoints/step_10-3fa9c1d2``."""
     files: tuple[FileContent, ...]
 
     def __post_init__(self) -> None:
-        """Refuse a folder outside of the storage: it may be removed with its files."""
+        """Refuse a folder outside of the storage, as it may be removed with its files."""
         check_inside(self.folder)
 
 
 @checked_dataclass(frozen=True)
 class Reference:
-    """An ``Artifact`` as data."""
+    """``Artifact`` as data."""
 
     name: str
     path: str
@@ -376,18 +376,18 @@ _PART_SUFFIX = ".part.json"
 
 @dataclass(frozen=True)
 class Artifact:
-    """A folder with known content, at up to three places: a path, a storage, the object store. It is a ``Folder``."""
+    """Folder with known content, at up to three places: a path, a storage, the object store. It is a ``Folder``."""
 
     files: tuple[FileContent, ...]
     name: str
-    """For people: a path, or a URI without secrets."""
+    """Name for people: a path, or a URI without secrets."""
     path: str = ""
-    """Of the node that made it, and of every node that has the same content there."""
+    """Path on the node that made it, and on every node that has the same content there."""
     storage: Storage | None = None
     prefix: str = ""
-    """Of the objects in the storage."""
+    """Prefix of the objects in the storage."""
     blobs: Any = None
-    """``ray.ObjectRef`` of ``{file name: array of uint8}``."""
+    """Reference, ``ray.ObjectRef``, of ``{file name: array of uint8}``."""
 
     def __str__(self) -> str:
         """Return the name for people."""
@@ -395,7 +395,7 @@ class Artifact:
 
     @property
     def content(self) -> str:
-        """The name of the content, 32 hexadecimal digits."""
+        """Name of the content, 32 hexadecimal digits."""
         return content_name(self.files)
 
     def only(self, *prefixes: str) -> Artifact:
@@ -403,13 +403,13 @@ class Artifact:
         return replace(self, files=tuple(file for file in self.files if file.name.startswith(prefixes)))
 
     def fetch(self) -> Path:
-        """Return the folder at its path, if this node has the content there, else in this node's cache."""
+        """Return the folder: at its path, if this node has the content there, else in this node's cache."""
         if self.path and has_files(Path(self.path), self.files):
             return Path(self.path)
         return NodeCache.of_this_node().get(self.content, self.files, self._download)
 
     def read(self, file: str) -> bytes | None:
-        """Return a file from the storage; None if the folder has none of that name, ``DataError`` if it is damaged."""
+        """Return a file from the storage; None if the folder has no such file, ``DataError`` if it is damaged."""
         wanted = next((found for found in self.files if found.name == file), None)
         if wanted is None or self.storage is None:
             return None
@@ -419,7 +419,7 @@ class Artifact:
         return content
 
     def reference(self) -> str:
-        """Return a text for ``of``, which holds the secrets of the storage; empty if the folder is on none."""
+        """Return a text for ``of``, with the secrets of the storage; empty if the folder is on no storage."""
         if self.storage is None:
             return ""
         return _REFERENCE.dump_json(
@@ -451,14 +451,14 @@ class Artifact:
 
         if self.blobs is None:
             raise DataError(f"{self.name} is on no storage; give --run-dir a URI that all nodes reach")
-        for name, content in ray.get(self.blobs).items():  # they are there: no actor is waited for
+        for name, content in ray.get(self.blobs).items():  # the references are ready, so this waits for no actor
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)  # tofile() has no errno
 
 
 @dataclass(frozen=True)
 class StorageWriter:
-    """Where processes deliver the parts of a folder of a ``Storage``. It is a ``FolderWriter``."""
+    """Writer with which processes deliver the parts of a folder of a ``Storage``. It is a ``FolderWriter``."""
 
     storage: Storage
     name: str
@@ -473,10 +473,10 @@ class StorageWriter:
 
 
 def share(folder: str | Path, storage: Storage | None = None, name: str = "") -> AnyFolder:
-    """Return what any node is given for a folder of this one; see ``core.folders.Share``.
+    """Return the form in which any node gets a folder of this node; see ``core.folders.Share``.
 
-    It is put on the storage, if there is one, as ``name``; else into Ray's object store, if the folder is small and
-    there may be other nodes; else it stays a path, which they must see. A name on a model hub is returned as it is.
+    The folder is put on the storage, if there is one, as ``name``; else into Ray's object store, if it is small and
+    there may be other nodes; else it stays a path, which they must see. A name on a model hub is returned unchanged.
     """
     path = Path(folder)
     if not path.is_dir():

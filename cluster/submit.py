@@ -36,47 +36,47 @@ if TYPE_CHECKING:  # importing Ray takes a second
     from requests import Response
 
 PACKAGES = ("cluster", "envs", "learners", "ragr1_actors", "retrieval")
-"""Uploaded with a working directory that is no checkout, so that the cluster needs only the dependencies."""
+"""Packages uploaded with a working directory that is no checkout, so that the cluster needs only the dependencies."""
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 6.0
-"""Of a request that uploads nothing; both together are less than the 15 s in which an error has to be shown."""
+"""Limit in seconds of a request without an upload; with the connection it is less than 15 s, the limit for errors."""
 UPLOAD_TIMEOUT_S = 120.0
 LOST_AFTER_S = 60.0
-"""Time for a head that does not answer any more to come back while a job is followed."""
+"""Seconds for a silent head to come back while a job is followed."""
 STOP_WAIT_S = 600
-"""Between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
+"""Seconds between SIGTERM and SIGKILL when a job is stopped: time to end an optimizer step and write a checkpoint."""
 _STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _STOPPED = 143
-"""Exit status of a job that was stopped: what the run itself returns after SIGTERM."""
+"""Exit status of a stopped job, which the run itself returns after SIGTERM."""
 _JOB_ID = re.compile(r"\w[\w.-]*")
 _PACKAGING = "ray._private.runtime_env.packaging"
-"""Ray's module that packs a working directory, and the name of its logger."""
+"""Module of Ray that packs a working directory, and the name of its logger."""
 _NUM_LARGEST = 3
 _ZIP_ENTRY_BYTES = 76
-"""Headers of a file in an archive, beside its name, which is there twice."""
+"""Bytes of the headers of a file in an archive, besides its name, which is there twice."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted to the cluster."""
+    """Job that was submitted to the cluster."""
 
     job_id: str
-    """``raysubmit_4LamXRuQpYdSMg7J``"""
+    """Id of the job: ``raysubmit_4LamXRuQpYdSMg7J``."""
     status: str
-    """``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``"""
+    """Status: ``PENDING``, ``RUNNING``, ``SUCCEEDED``, ``FAILED`` or ``STOPPED``."""
     command: str
     started_s: float
-    """Unix time; 0 before the start."""
+    """Unix time of the start; 0 before it."""
     exit_status: int | None
-    """None while it runs."""
+    """Exit status; None while it runs."""
     problem: str
-    """Why it ended before its command could run; "" if it did run."""
+    """Reason why it ended before its command could run; "" if the command ran."""
 
 
 @contextmanager
 def _prefer(address: str) -> Iterator[None]:
-    """Make Ray's client take its argument: it prefers its environment variables."""
+    """Let Ray's client use its argument, since it prefers its environment variables."""
     before = os.environ.get(ADDRESS_VARIABLE)
     os.environ[ADDRESS_VARIABLE] = address
     try:
@@ -88,17 +88,17 @@ def _prefer(address: str) -> Iterator[None]:
 
 
 class JobClient:
-    """A connection to the head of a cluster. Every method raises ``UserError`` if the head does not answer."""
+    """Connection to the head of a cluster. Every method raises ``UserError`` if the head does not answer."""
 
     def __init__(self, address: str) -> None:
         """Connect, and compare the versions of Ray and Python.
 
         Args:
-            address: ``http://HOST:8265``, of the dashboard.
+            address: address of the dashboard, ``http://HOST:8265``.
 
         Raises:
-            UserError: nothing answers there within 15 s, it is no Ray cluster, it refuses the token or wants one, or it
-                has another version of Ray or Python.
+            UserError: no Ray cluster answers there within 15 s, it refuses the token or wants one, or it has another
+                version of Ray or Python.
         """
         check_address(address)
         self._address = address.rstrip("/")
@@ -107,7 +107,7 @@ class JobClient:
         _warn_only("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk", _PACKAGING)
 
         class Client(JobSubmissionClient):
-            """Ray's own has no timeouts."""
+            """Client of Ray with timeouts, which Ray's class lacks."""
 
             def _do_request(self, method: str, endpoint: str, **options: Any) -> Response:
                 answer_s = UPLOAD_TIMEOUT_S if method == "PUT" else ANSWER_TIMEOUT_S
@@ -120,7 +120,7 @@ class JobClient:
     def submit(self, working_dir: Path, arguments: Sequence[str]) -> str:
         """Upload a working directory, start ``python -m ragr1_actors ARGUMENTS`` in it, and return the job's id.
 
-        ``check_size`` has accepted the directory: it needs no connection, so a caller asks it before.
+        ``check_size`` must have accepted the directory; it needs no connection, so the caller calls it before.
         """
         entrypoint = shlex.join(["python", "-m", "ragr1_actors", *arguments])
         with TemporaryDirectory() as folder:
@@ -137,7 +137,7 @@ class JobClient:
         return asyncio.run(self._follow(job_id, write, start))
 
     def job(self, job_id: str) -> Job:
-        """Return a job; ``UserError`` if there is none of this id."""
+        """Return a job; ``UserError`` if there is none with this id."""
         _check_id(job_id)
         with self._explained(job_id):
             return _job(self._client.get_job_info(job_id))
@@ -149,14 +149,14 @@ class JobClient:
         return sorted(map(_job, found), key=lambda job: job.started_s)
 
     def num_log_chars(self, job_id: str) -> int:
-        """Return the characters of a job's log so far, from which to ``follow`` it; 0 if the log cannot be read."""
+        """Return the number of characters of a job's log so far, for ``follow``; 0 if the log cannot be read."""
         _check_id(job_id)
         with suppress(UserError), self._explained(job_id):
             return len(self._client.get_job_logs(job_id))
         return 0
 
     def stop(self, job_id: str) -> bool:
-        """Ask a job to end, with SIGTERM; returns at once. False if it has ended already."""
+        """Ask a job to end, with SIGTERM, and return at once; return False if it has ended already."""
         _check_id(job_id)
         with self._explained(job_id):
             return bool(self._client.stop_job(job_id))
@@ -203,7 +203,7 @@ class JobClient:
 
     @contextmanager
     def _explained(self, job_id: str = "") -> Iterator[None]:
-        """Turn what Ray's client raises into one sentence."""
+        """Turn errors of Ray's client into one sentence."""
         import requests
         from ray.exceptions import AuthenticationError
 
@@ -251,23 +251,23 @@ def _check_id(job_id: str) -> None:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no ``http://HOST:PORT`` or ``https://``, or holds a password, with a ``ConfigError``."""
+    """Refuse, with a ``ConfigError``, anything but ``http://HOST:PORT`` or ``https://`` without a password."""
     refuse_credentials(address, "--address")
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"--address: got {address!r}, expected the head's dashboard, such as http://10.0.0.2:8265")
 
 
 def check_size(working_dir: Path) -> int:
-    """Return the bytes that Ray would upload of a directory, without what ``.rayignore`` and ``.gitignore`` leave out.
+    """Return the bytes of a directory that Ray would upload, without the files in ``.rayignore`` and ``.gitignore``.
 
     Raises:
-        DataError: there is no such directory, it is larger than what Ray uploads with a job, or a folder in it has the
-            name of a package of this project.
+        DataError: there is no such directory, it is larger than Ray's limit, or a folder in it has the name of a
+            package of this project.
     """
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
 
-    _warn_only(_PACKAGING)  # it tells each file of patterns that it reads, several times
+    _warn_only(_PACKAGING)  # it reports each file of patterns that it reads, several times
     if not working_dir.is_dir():
         raise DataError(f"--working-dir: there is no directory {working_dir}; give the one with your modules")
     for name in () if _is_checkout(working_dir) else PACKAGES:
@@ -284,7 +284,7 @@ def check_size(working_dir: Path) -> int:
     try:
         excludes = [packaging._get_excludes(root, ray_constants.get_runtime_env_default_excludes())]
         packaging._dir_travel(root, excludes, count, _reads_gitignore())
-    except (UnicodeDecodeError, IndexError, ValueError) as error:  # of Ray's reader and of the patterns' library
+    except (UnicodeDecodeError, IndexError, ValueError) as error:  # errors of Ray's reader and of the patterns' library
         raise DataError(
             f"--working-dir: a .rayignore or .gitignore in {working_dir} cannot be read ({one_line(error)}); expected "
             "patterns as of .gitignore, in UTF-8"
@@ -303,7 +303,7 @@ def check_size(working_dir: Path) -> int:
 
 
 def pack(working_dir: Path, folder: Path) -> Path:
-    """Write the archive that is uploaded into ``folder``: the directory and, if it is no checkout, ``PACKAGES``."""
+    """Write the archive for the upload into ``folder``: the directory and, if it is no checkout, ``PACKAGES``."""
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import create_package
 
@@ -335,7 +335,7 @@ def is_job() -> bool:
 
 
 def stop_warning() -> str:
-    """Return what a run says at its start if Ray would kill it seconds after ``ray job stop``; "" otherwise."""
+    """Return a warning for the start of a run that Ray would kill seconds after ``ray job stop``; "" otherwise."""
     if not is_job() or _STOP_WAIT in os.environ:
         return ""
     return (
@@ -349,7 +349,7 @@ def _is_checkout(working_dir: Path) -> bool:
 
 
 def _reads_gitignore() -> bool:
-    """Return whether files in ``.gitignore`` stay here, as they do unless Ray's variable says otherwise."""
+    """Return whether files in ``.gitignore`` are not uploaded, which is so unless Ray's variable says otherwise."""
     from ray._private.ray_constants import RAY_RUNTIME_ENV_IGNORE_GITIGNORE
 
     return os.environ.get(RAY_RUNTIME_ENV_IGNORE_GITIGNORE, "0") != "1"

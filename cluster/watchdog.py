@@ -1,4 +1,4 @@
-"""Watchdog: a thread that finds the actors of a fleet that hang, and ends them. It does not depend on the driver.
+"""Watchdog: a thread that finds hanging actors of a fleet and ends them. It does not depend on the driver.
 
 ::
 
@@ -30,26 +30,26 @@ from ragr1_actors.core.config import FaultToleranceSettings
 Key = TypeVar("Key", bound=Hashable)
 
 HANG_TIMEOUT_S = FaultToleranceSettings().hang_timeout_s
-"""Default for fleets without a recipe, such as the one of ``ragr1 index serve``."""
+"""Default of the longest silence, for fleets without a recipe, such as the fleet of ``ragr1 index serve``."""
 LOOK_S = 1.0
-"""Between two looks at the actors, and at a beat."""
+"""Seconds between two looks at the actors, and between two beats."""
 _BEAT_S = 2.0
 _STOP_TIMEOUT_S = 10.0
 _SHORTEST_LOOK_S = 0.2
-"""Between two looks while an answer is awaited: who waits for an actor that starts hears of it soon."""
+"""Seconds between two looks while an answer is awaited, so that the start of an actor is noticed soon."""
 _NAMESPACE = "ragr1_beats"
 
 
 @contextlib.contextmanager
 def beating(first_s: float = 0.0) -> Iterator[None]:
-    """Show life while the block runs in an actor that cannot answer meanwhile: it loads, or copies all weights.
+    """Send beats while the block runs in an actor that cannot answer meanwhile: it loads, or copies all weights.
 
-    A thread writes; it gets Python's lock between two steps of an import or a copy (0.6 s at most, measured while
-    torch, transformers, DeepSpeed, faiss and vLLM were imported on two cores). ``first_s`` is the time of the first
-    beat: a block that ends before writes nothing.
+    A thread writes them; it gets Python's lock between two steps of an import or a copy (after 0.6 s at most, measured
+    while torch, transformers, DeepSpeed, faiss and vLLM were imported on two cores). ``first_s`` is the time of the
+    first beat; a block that ends before it writes none.
     """
     actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
-    if actor_id is None:  # not in an actor: nothing watches
+    if actor_id is None:  # not in an actor, so no watchdog
         yield
         return
     key, has_ended = _key(actor_id), threading.Event()
@@ -58,7 +58,7 @@ def beating(first_s: float = 0.0) -> Iterator[None]:
         count = 0
         while not has_ended.wait(_BEAT_S if count else first_s):
             count += 1
-            with contextlib.suppress(RayError):  # the head does not answer: its next beat may
+            with contextlib.suppress(RayError):  # the head does not answer, but may at the next beat
                 _internal_kv_put(key, f"{os.getpid()} {count}", namespace=_NAMESPACE)
         if count:
             with contextlib.suppress(RayError):
@@ -74,7 +74,7 @@ def beating(first_s: float = 0.0) -> Iterator[None]:
 
 
 def show_life() -> None:
-    """Write one beat: an actor that stops before its first answer is noticed, too. Call it where an actor begins."""
+    """Write one beat when an actor begins, so that a stop before its first answer is noticed, too."""
     if ray.is_initialized() and (actor_id := ray.get_runtime_context().get_actor_id()) is not None:
         _internal_kv_put(_key(actor_id), f"{os.getpid()} 0", namespace=_NAMESPACE)
 
@@ -85,31 +85,31 @@ def _key(actor_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a watchdog found out about an actor: one of the three."""
+    """Finding of a watchdog about an actor; one of the three fields is set."""
 
     answer: Any = None
-    """Its answer to the question."""
+    """Answer of the actor to the question."""
     error: RayError | None = None
-    """It is dead, or its answer was an error. A death is told once until it answers again, but for the last one."""
+    """Error of its answer, or its death. A death is reported once until it answers again, except for the last one."""
     silent_s: float = 0.0
-    """It has shown no life for so many seconds, and is killed now. Ray restarts it if it has restarts left."""
+    """Seconds without a sign of life: it is killed now. Ray restarts it if it has restarts left."""
 
 
 @dataclass(slots=True)
 class _Watched:
     actor: Any
     alive_at: float | None = None
-    """Its last sign of life on the watchdog's clock; None before the first in this life: it may have no room yet."""
+    """Time of its last sign of life on the watchdog's clock; None before the first in this life: it may lack room."""
     asked_at: float = 0.0
     call: Any = None
     beat: bytes | None = None
     beat_read_at: float = -math.inf
     is_out: bool = False
-    """It was dead at the last look."""
+    """Whether it was dead at the last look."""
 
 
 class Watchdog(Generic[Key]):
-    """A thread that asks actors whether they are alive, and kills those that show no life for ``hang_timeout_s``."""
+    """Thread that asks actors whether they are alive, and kills those that show no life for ``hang_timeout_s``."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class Watchdog(Generic[Key]):
         interval_s: float = LOOK_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Watch nothing yet; ``start`` starts the thread.
+        """Begin without actors; ``start`` starts the thread.
 
         Args:
             ask: calls a method of the actor that its work does not block, and returns the reference.
             tell: called in the watchdog's thread with the key of an actor and each finding, a hang before the kill.
-            hang_timeout_s: longest silence.
-            interval_s: between two questions to an actor that answers.
-            clock: returns seconds.
+            hang_timeout_s: longest silence in seconds.
+            interval_s: seconds between two questions to an actor that answers.
+            clock: returns the time in seconds.
         """
         self._ask, self._tell, self._clock = ask, tell, clock
         self._hang_timeout_s, self._interval_s = hang_timeout_s, interval_s
@@ -138,7 +138,7 @@ class Watchdog(Generic[Key]):
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> Self:
-        """Look at the actors about once a second from now on, in a thread; it is no error if it runs."""
+        """Look at the actors about once a second from now on, in a thread; a second call does nothing."""
         if self._thread.ident is None:
             self._thread.start()
         return self
@@ -149,19 +149,19 @@ class Watchdog(Generic[Key]):
             self._watched[key] = _Watched(actor)
 
     def forget(self, key: Key) -> None:
-        """Watch an actor no more; it is no error if it is not watched."""
+        """Stop watching an actor; it is no error if it is not watched."""
         with self._lock:
             self._watched.pop(key, None)
 
     def stop(self) -> None:
-        """Watch nothing any more, and return once the thread has ended, unless a head that hangs holds it."""
+        """Stop watching, and return once the thread has ended, unless a head that hangs holds it."""
         self._has_ended.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_TIMEOUT_S)
 
     @contextlib.contextmanager
     def patient(self, silence_s: float) -> Iterator[None]:
-        """Allow a silence of ``silence_s`` seconds for a while."""
+        """Allow a silence of ``silence_s`` seconds within the context."""
         before, self._hang_timeout_s = self._hang_timeout_s, max(silence_s, self._hang_timeout_s)
         try:
             yield
@@ -184,7 +184,7 @@ class Watchdog(Generic[Key]):
     def look(self) -> None:
         """Look at every actor once."""
         now = self._clock()
-        # Ctrl-Z, a suspended machine, or a head node that did not answer: nothing was seen of the actors meanwhile
+        # After Ctrl-Z, a suspended machine, or a head node that did not answer, the actors were not seen meanwhile
         unseen_s = max(0.0, now - self._looked_at - 2 * LOOK_S)
         with self._lock:
             watched = dict(self._watched)
@@ -248,12 +248,12 @@ class Watchdog(Generic[Key]):
 
 
 def _has_ended(actor: _Watched) -> bool:
-    """Whether the process of the last beat is not the actor's any more: Ray starts another one."""
+    """Return whether the process of the last beat is no longer the actor's, because Ray started another one."""
     assert actor.beat is not None
     return bool(int(actor.beat.split()[0]) != state.actor_table(actor.actor._actor_id.hex()).get("Pid"))
 
 
 def _forget_beat(actor: _Watched) -> None:
-    """Delete the last beat of a process that ended: the next process may wait long for room before it beats."""
+    """Delete the last beat of an ended process, as the next process may wait long for room before it beats."""
     _internal_kv_del(_key(actor.actor._actor_id.hex()), namespace=_NAMESPACE)
     actor.beat = None

@@ -1,1 +1,1 @@
-"""What the policy acts in: environments, actions, rewards and tasks."""
+"""Environments, their actions, rewards and tasks."""

@@ -58,7 +58,7 @@ THINK = "<think>"
 _OPENING = re.compile(r"<(think|search|answer)>")
 ANY_TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _END_OF_THINK = re.compile("</think>")
-_LONGEST_TAG = len("</search>")  # of those that are looked for
+_LONGEST_TAG = len("</search>")  # the longest tag that is searched for
 _BLANKS = re.compile(r"\s*+")
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
 # Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
@@ -178,7 +178,7 @@ class QueryCleaner:
 
 
 def clean_queries(queries: Sequence[str], limit: int) -> QueryCleaner:
-    """Return what is kept of the queries of a turn, with the counts of what is dropped.
+    """Return the kept queries of a turn, with the counts of the dropped ones.
 
     ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ["Ana Bell", "Bo Cole"]``
     """
@@ -194,22 +194,22 @@ class QueryStream:
     ``feed("<search>Ana")`` is ``[]``, then ``feed("<search>Ana Bell\nBo")`` is ``["Ana Bell"]``, and
     ``feed("<search>Ana Bell\nBo Cole</search>")`` is ``["Bo Cole"]``: together what ``parse_action`` reads of it all.
 
-    A hint only: the turn may still become malformed. No text is read twice.
+    The queries are a hint: the turn may still become malformed. No text is read twice.
     """
 
     def __init__(self, query_format: QueryFormat) -> None:
-        """Start in front of a turn."""
+        """Start before the first character of a turn."""
         self._format = FORMATS[query_format]
-        self._state = "outside"  # or think, search, answer
+        self._state = "outside"  # one of outside, think, search, answer
         self._position = 0  # the text before it has been read
-        self._queries: QueryScanner | None = None  # of the search that is being read
+        self._queries: QueryScanner | None = None  # scanner of the search that is being read
 
     def feed(self, partial: str) -> list[str]:
         """Take the turn's whole text so far and return the queries that ended since the last call, not cleaned."""
         while self._state in ("outside", "think"):
             pattern = _OPENING if self._state == "outside" else _END_OF_THINK
             found = pattern.search(partial, self._position)
-            # where there is none, the text may end with the beginning of one
+            # without such a mark, the text may end with the beginning of one
             self._position = found.end() if found else max(self._position, len(partial) - _LONGEST_TAG + 1)
             if found is None:
                 return []
@@ -231,22 +231,22 @@ class QueryScanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Separated:
-    """Queries with something between them; without a separator all of the text is one query."""
+    """Queries with a separator between them; without a separator the whole text is one query."""
 
     separator: str
     in_words: str
-    """For the prompt."""
+    """Description of the format for the prompt."""
 
     def split(self, body: str) -> list[str] | str:
-        """Return the queries of a whole search; a text says what is wrong with it."""
+        """Return the queries of a whole search, or a text that says what is wrong with it."""
         return body.split(self.separator) if self.separator else [body]
 
     def join(self, queries: Sequence[str]) -> str:
-        """Write queries, with a space for a separator inside one."""
+        """Write the queries; a separator inside a query becomes a space."""
         return self.separator.join(query.replace(self.separator, " ") if self.separator else query for query in queries)
 
     def scanner(self, start: int) -> QueryScanner:
-        """Return what reads the queries of a text from ``start`` on."""
+        """Return a scanner that reads the queries of a text from ``start`` on."""
         return _SeparatedScanner("|".join(filter(None, (re.escape(self.separator), "</search>"))), start)
 
 
@@ -273,7 +273,7 @@ class JsonList:
     in_words: str = "as a JSON list of strings"
 
     def split(self, body: str) -> list[str] | str:
-        """Return the queries of a whole search; a text says what is wrong with it."""
+        """Return the queries of a whole search, or a text that says what is wrong with it."""
         try:
             queries = json.loads(body)
         except (ValueError, RecursionError) as error:  # ten thousand brackets
@@ -283,18 +283,18 @@ class JsonList:
         return queries or "an empty list"
 
     def join(self, queries: Sequence[str]) -> str:
-        """Write queries."""
+        """Write the queries as a JSON list."""
         return json.dumps(queries, ensure_ascii=False)
 
     def scanner(self, start: int) -> QueryScanner:
-        """Return what reads the strings of a text from ``start`` on."""
+        """Return a scanner that reads the strings of a text from ``start`` on."""
         return _StringScanner(start)
 
 
 class _StringScanner:
     def __init__(self, start: int) -> None:
         self._position = self._start = start
-        self._marks = '["'  # what comes before the next string; empty inside one
+        self._marks = '["'  # characters before the next string; empty inside a string
         self._is_done = False
 
     def read_on(self, text: str) -> list[str]:
@@ -304,12 +304,12 @@ class _StringScanner:
         return found
 
     def _read_mark(self, text: str, found: list[str]) -> bool:
-        """Read up to the next mark, or to the end of a string; False where the text ends before it."""
+        """Read up to the next mark, or to the end of a string; return False if the text ends before it."""
         unread = _BLANKS if self._marks else _IN_STRING
         self._position = unread.match(text, self._position).end()  # type: ignore[union-attr]  # both match nothing, too
         if self._position == len(text):
             return False
-        if not text.startswith(self._marks[:1] or '"', self._position):  # no list of strings, or half an escape
+        if not text.startswith(self._marks[:1] or '"', self._position):  # not a list of strings, or half an escape
             self._is_done = bool(self._marks)
             return False
         self._position += 1
@@ -330,4 +330,4 @@ FORMATS: dict[QueryFormat, Separated | JsonList] = {
     "json": JsonList(),
     "single": Separated("", "as plain text"),
 }
-"""All that is known of ``environment.options.query_format``."""
+"""Formats by the value of ``environment.options.query_format``."""

@@ -1,4 +1,4 @@
-"""The interface of environments and rewards, and the known ones: what a recipe names, and what users write themselves.
+"""Interface of environments, and the table of known ones; a recipe names one of them or a user's class.
 
 One environment instance runs one trajectory. The loop that drives it, as pseudo-code::
 
@@ -42,29 +42,29 @@ class StepResult:
     observation: str = ""
     """Retrieved text with its tags; its tokens become ``TokenKind.OBSERVATION``."""
     results: tuple[str, ...] = ()
-    """In place of an observation the result of each tool call that the turn wrote, in their order."""
+    """Result of each tool call of the turn, in their order; given instead of an observation."""
     notice: str = ""
-    """A message of the environment, after observation or results; its tokens become ``TokenKind.NOTICE``."""
+    """Message of the environment, after the observation or the results; its tokens become ``TokenKind.NOTICE``."""
     reward: float = 0.0
-    """The reward of this turn. The trajectory's is the sum over its turns, plus ``environment.reward``."""
+    """Reward of this turn. The reward of a trajectory is the sum over its turns, plus ``environment.reward``."""
     terminated: bool = False
     truncated: bool = False
     action: str = ""
-    """What the turn did, for the record: ``"search"``, ``"answer"``, or a name of your own; ``"malformed"`` is not
-    learned from in SFT."""
+    """Name of the turn's action, kept in the record: ``"search"``, ``"answer"``, or a name that the environment
+    chooses; SFT does not learn from ``"malformed"``."""
     answer: str = ""
-    """The answer that was submitted, where the turn ends with one."""
+    """Submitted answer, if the turn ends with one."""
     calls: tuple[ToolCall, ...] = ()
-    """What the turn called, as executed, with the results."""
+    """Executed calls of the turn, with their results."""
     restart: tuple[Message, ...] = ()
-    """A conversation that the next turn continues in place of the one so far, as after it was summarised; the turns
-    before stay as they were sampled. Observation and notice are then for the record only."""
+    """Conversation that the next turn continues instead of the present one, for example a summary. The turns before it
+    stay as they were sampled. Observation and notice are then kept for the record only."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Counts, summed over the trajectory and averaged into the iteration's metrics; ``time/...`` holds seconds."""
 
     @property
     def messages(self) -> list[Message]:
-        """What the turn is answered with: a message for each tool call, or else one of the environment."""
+        """Reply to the turn: one message for each tool call, or else one message of the environment."""
         if not self.results:
             return [Message("user", self.observation, notice=self.notice)]
         *first, last = self.results
@@ -75,8 +75,8 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     """Check and return the result of ``method``; a NaN is refused, as it would make the mean of the whole batch NaN.
 
     Raises:
-        ConfigError: it is no ``StepResult`` of the right types, or the reward, or one of the ``metrics``, is not a
-            finite number; the message has the file and the line of ``method``.
+        ConfigError: it is not a ``StepResult`` with the right types, or the reward or one of the ``metrics`` is not a
+            finite number; the message names the file and the line of ``method``.
     """
     if not isinstance(result, StepResult):
         raise ConfigError(f"{named(method)} returned {shortened(repr(result))}, expected a StepResult")
@@ -109,7 +109,7 @@ def is_finite(value: object) -> bool:
 
 
 def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
-    """Check and return what ``reset`` returned; ``ConfigError``, with its file and line, if it is no prompt."""
+    """Check and return the prompt from ``reset``; ``ConfigError``, with its file and line, if it is not a prompt."""
     if not isinstance(messages, list) or not messages or not all(isinstance(one, Message) for one in messages):
         got = shortened(repr(messages))
         raise ConfigError(f"{named(reset)} returned {got}, expected a list of at least one Message")
@@ -118,19 +118,19 @@ def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
 
 @dataclass(frozen=True, slots=True)
 class EnvContext:
-    """What the constructor of an environment gets besides its settings."""
+    """Second argument of an environment's constructor: the services and values that it needs besides its settings."""
 
     retriever: Retriever
     encode: EncodeFn
-    """The policy's tokenizer, for token budgets."""
+    """Tokenizer of the policy, for token budgets."""
     defuse: DefuseFn = defuse
-    """For a document before it is put into a prompt: no tag and no control token of the policy's is left in it."""
+    """Makes a document safe for a prompt: removes the tags and control tokens of the policy from it."""
     models: Mapping[str, ChatModel] = field(default_factory=dict)
-    """Those of ``environment.models``, by name."""
+    """Models of ``environment.models``, by name."""
     variant: str = ""
-    """What a rollout strategy plays this trajectory with, such as another prompt; empty: nothing special."""
+    """Name that a rollout strategy gives this trajectory, such as one for another prompt; empty: nothing special."""
     seed: int = 0
-    """Seeds what the environment draws at random; each trajectory has another seed."""
+    """Seed of the environment's random draws; it differs between trajectories."""
     parser: Callable[[Sequence[ToolSchema]], TurnParser] | None = None
     """Makes the parser of a turn's tool calls; None where ``policy.chat_format`` is ``tags``."""
     mcp: dict[str, McpClient] = field(default_factory=dict)
@@ -145,15 +145,15 @@ class TextEnv(ABC):
     """
 
     options_class: type[Section] | None = None
-    """What ``settings.options`` are read as, and checked by before a run; None for a class that reads them itself."""
+    """Class that reads ``settings.options`` and checks them before a run; None: the environment reads them itself."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn in the engine, such as ``</search>``."""
     chat_format: str = "tags"
-    """What ``policy.chat_format: auto`` means for this environment: ``tags``, or ``auto`` for that of the template."""
+    """Meaning of ``policy.chat_format: auto`` here: ``tags``, or ``auto`` for the format of the chat template."""
     tools: Sequence[ToolSchema] = ()
-    """The tools that the chat template describes to the policy, where the chat format is not ``tags``."""
+    """Tools that the chat template describes to the policy; used if the chat format is not ``tags``."""
     measures: ClassVar[Mapping[str, Measure]] = {}
-    """Numbers of a trajectory that has ended, by the name of their metric, beside those of ``envs/measures.py``."""
+    """Functions that compute numbers of an ended trajectory, by name of metric; added to ``envs/measures.py``."""
 
     @abstractmethod
     async def reset(self, task: Task) -> list[Message]:
@@ -163,7 +163,7 @@ class TextEnv(ABC):
     async def act(self, turn: Completion) -> StepResult:
         """Reply to a turn of the policy.
 
-        ``turn.text`` is what was sampled in this turn, behind what was open when it began: see ``left_open``.
+        ``turn.text`` is the text sampled in this turn, after the tag that was open when it began: see ``left_open``.
         Raises ``RetrievalError`` if a service does not answer.
         """
 
@@ -179,23 +179,23 @@ class TextEnv(ABC):
     def peek(self, partial: str) -> None:  # noqa: B027 - looking is optional
         """Look at the text of a turn that is still being sampled, to start searches early; it begins as ``act``'s.
 
-        Called from the event loop as the text grows, and only if a class overrides it. It must not change the result
-        of ``act``, only the time that ``act`` takes.
+        The event loop calls it as the text grows, if a class overrides it. It must not change the result of ``act``,
+        only the time that ``act`` takes.
         """
 
     def close(self) -> None:  # noqa: B027 - most environments leave nothing under way
-        """Cancel what is still running. Called once, after the trajectory has ended in any way."""
+        """Cancel running work. It is called once, after the trajectory has ended in any way."""
 
 
 class Measured(Protocol):
-    """What has measures of its trajectories, such as an environment."""
+    """Object that has measures of its trajectories, such as an environment."""
 
     @property
     def measures(self) -> Mapping[str, Measure]: ...  # noqa: D102
 
 
 def measure(env: Measured, ended: Trajectory) -> dict[str, float]:
-    """Return the measures of a trajectory that has ended, by name; ``ConfigError`` if one is not a finite number."""
+    """Return the measures of an ended trajectory, by name; raises ``ConfigError`` if one is not a finite number."""
     if not isinstance(env.measures, Mapping):
         raise ConfigError(f"measures of {named(env)} is {env.measures!r}, expected functions by name")
     found = {name: one(ended) for name, one in {**MEASURES, **env.measures}.items()}
@@ -206,7 +206,7 @@ def measure(env: Measured, ended: Trajectory) -> dict[str, float]:
 
 
 ENVS: dict[str, type[TextEnv] | str] = {"search": "envs.search:SearchEnv", "tools": "envs.tools.env:ToolEnv"}
-"""Known values of ``environment.env``, imported when they are used; any other is ``my_module:MyEnv``."""
+"""Known values of ``environment.env``, imported at first use; any other value is ``my_module:MyEnv``."""
 
 
 def reads_calls(settings: EnvironmentSettings) -> bool:
@@ -216,7 +216,7 @@ def reads_calls(settings: EnvironmentSettings) -> bool:
 
 
 def read_options(settings: EnvironmentSettings) -> Section | None:
-    """Return ``environment.options`` as its class reads them; None for a class that reads them itself.
+    """Return ``environment.options`` as read by its class; None if the environment reads them itself.
 
     Raises:
         ConfigError: there is no such class, or an option is unknown or has a wrong value.
@@ -225,7 +225,7 @@ def read_options(settings: EnvironmentSettings) -> Section | None:
 
 
 def search_options(settings: EnvironmentSettings) -> SearchOptions:
-    """Return the options of an environment that searches; the defaults where it has others. Raises ``ConfigError``."""
+    """Return the options of an environment that searches; the defaults if it has others. Raises ``ConfigError``."""
     options = read_options(settings)
     if isinstance(options, PassageOptions) and not isinstance(options, SearchOptions):
         return SearchOptions(**options.model_dump(include=set(PassageOptions.model_fields)))

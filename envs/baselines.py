@@ -1,4 +1,4 @@
-"""What a policy that searches is compared with: a direct answer, and standard RAG, one search with the question.
+"""Baselines of a policy that searches: a direct answer, and standard RAG (one search with the question).
 
 Both are one turn with the same policy, the same retriever and the same scores: ``SearchEnv`` in another ``mode``, with
 these prompts. A third baseline, one query per turn, is ``max_queries_per_turn=1`` and ``query_format=single``.
@@ -26,7 +26,7 @@ class NoRetriever:
     """A ``Retriever`` that finds nothing, for environments that never search: no index is built or loaded."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Take no option."""
+        """Take no options."""
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return no passage for each query."""

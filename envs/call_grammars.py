@@ -44,37 +44,37 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class MalformedCallError(ValueError):
-    """A block of calls is not what its family writes; the message says why, for the record."""
+    """A block of calls does not follow its family's grammar; the message says why, for the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """What a turn has: ``ParsedTurn("<think>two</think>", "", (CallRequest("search", {"queries": ["Ana"]}),))``."""
+    """Parts of a turn: ``ParsedTurn("<think>two</think>", "", (CallRequest("search", {"queries": ["Ana"]}),))``."""
 
     content: str = ""
-    """All of it in front of its calls, thoughts with their tags included: the content of its message."""
+    """Text before the calls, thoughts with their tags included: the content of the turn's message."""
     text: str = ""
-    """Outside thoughts and calls."""
+    """Text outside thoughts and calls."""
     calls: tuple[CallRequest, ...] = ()
     problem: str = ""
-    """Why the turn is malformed; it then has no calls. Empty: it is not."""
+    """Reason why the turn is malformed; it then has no calls. Empty: the turn is well formed."""
     is_thinking: bool = False
-    """The turn ends inside a thought."""
+    """Whether the turn ends inside a thought."""
 
 
 class TurnParser(ABC):
-    """Reads one turn, also while it is sampled."""
+    """Reads one turn, also while it is being sampled."""
 
     @abstractmethod
     def feed(self, partial: str) -> list[CallRequest]:
         """Take the turn's whole text so far; return the calls that were completed since the last one.
 
-        A hint only: the turn may still become malformed. No text is read twice.
+        The calls are a hint: the turn may still become malformed. No text is read twice.
         """
 
     @abstractmethod
     def end(self, turn: str) -> ParsedTurn:
-        """Take the whole turn and return what it has."""
+        """Take the whole turn and return its parts."""
 
 
 class TextParser(TurnParser):
@@ -89,20 +89,20 @@ class TextParser(TurnParser):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """How one family writes calls."""
+    """Grammar of the calls of one model family."""
 
     parser: Callable[[Sequence[ToolSchema]], TurnParser]
-    """Makes the parser of one turn. The tools' schemas say the types of arguments that are written without quotes."""
+    """Makes the parser of one turn. The schemas of the tools give the types of arguments without quotes."""
     write: Callable[[Sequence[CallRequest]], str]
     """Writes the calls of a turn as the family's chat template does."""
     form: str
-    """The form of calls, for prompts."""
+    """Form of the calls, for prompts."""
     marks: tuple[str, ...] = ()
-    """Added tokens that a turn writes around its calls, in the tokenizers that have them."""
+    """Added tokens that a turn writes around its calls, if the tokenizer has them."""
 
 
 def parse_turn(turn: str, grammar: Grammar, tools: Sequence[ToolSchema] = ()) -> ParsedTurn:
-    """Return what a whole turn has.
+    """Return the parts of a whole turn.
 
     ``parse_turn('<think>a</think>[add(a=1)]', GRAMMARS["pythonic"]).calls == (CallRequest("add", {"a": 1}),)``
     """
@@ -113,7 +113,7 @@ def read_call(value: object, *argument_keys: str) -> CallRequest:
     """Return the call of a JSON object whose arguments have one of some keys.
 
     Raises:
-        MalformedCallError: it is no such object, or a value in it cannot be JSON or text.
+        MalformedCallError: it is not such an object, or a value in it cannot be written as JSON or text.
     """
     expected = f'expected {{"name": .., "{argument_keys[0]}": {{..}}}}'
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].strip():
@@ -123,7 +123,7 @@ def read_call(value: object, *argument_keys: str) -> CallRequest:
         raise MalformedCallError(f"the arguments of {value['name']} are no object, {expected}")
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:  # a set, NaN, half of a surrogate pair
+    except (TypeError, ValueError, RecursionError) as error:  # a set, NaN, or half of a surrogate pair
         raise MalformedCallError(f"an argument of {value['name']} is no JSON: {one_line(error)}") from error
     return CallRequest(value["name"].strip(), arguments)
 
@@ -132,7 +132,7 @@ def read_call(value: object, *argument_keys: str) -> CallRequest:
 
 
 class MarkedParser(TurnParser):
-    """Reads calls between marks, with the parser of transformers."""
+    """Reads calls between marks, with transformers' parser."""
 
     def __init__(self, field: Mapping[str, Any], tools: Sequence[ToolSchema]) -> None:
         """Read ``field`` of a response template of ``transformers.utils.chat_parsing``."""
@@ -161,7 +161,7 @@ class MarkedParser(TurnParser):
             message.update(found)
             return list(events)
 
-        if self._note(finalize) and not turn.rstrip().endswith("</tool_call>"):  # it closes what has no end
+        if self._note(finalize) and not turn.rstrip().endswith("</tool_call>"):  # it closes an open block itself
             self._problem = "a block of calls has no end"
         text = message.get("text", "").strip()
         if "<tool_call>" in text:
@@ -202,13 +202,13 @@ def _with_types(tool: ToolSchema) -> dict[str, Any]:
 
 
 def own_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the types beside the key ``type`` of a JSON schema: ``["integer", "null"]``; empty without the key."""
+    """Return the types at the key ``type`` of a JSON schema: ``["integer", "null"]``; empty without the key."""
     found = schema.get("type", [])
     return [found] if isinstance(found, str) else list(found)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
-    """Return the types that a JSON schema allows, as far as it names them; references are those into ``root``."""
+    """Return the types that a JSON schema allows, as far as it names them; references point into ``root``."""
     if not isinstance(schema, Mapping) or not depth:
         return []
     others = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
@@ -223,7 +223,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> list[str]:
 
 
 _KINDS = {"integer": int, "number": float, "boolean": bool, "null": type(None), "array": list, "object": dict}
-"""Types of JSON but text, which is what a value is that has none of them."""
+"""JSON types except text; a value with none of them is text."""
 
 
 def _check_parameters(block: str) -> None:
@@ -236,16 +236,16 @@ def _check_parameters(block: str) -> None:
 
 
 class BracketScanner:
-    """Finds the outermost groups of one kind of brackets, in a text that grows; brackets in strings are text."""
+    """Finds the outermost groups of one kind of brackets in a growing text; brackets inside strings are text."""
 
     def __init__(self, opening: str, outer: str, quotes: str) -> None:
-        """Find groups that begin with ``opening``, inside of at most the brackets ``outer``."""
+        """Find groups that begin with ``opening`` in at most the brackets ``outer``."""
         self._opening, self._outer, self._quotes = opening, [_PAIRS[one] for one in outer], quotes
         self._position, self._start, self._quote = 0, 0, ""
         self._expected: list[str] = []  # closing brackets
 
     def read_on(self, text: str) -> list[slice]:
-        """Take the text so far, and return where the groups are that ended since the last call."""
+        """Take the text so far and return the positions of the groups that ended since the last call."""
         found: list[slice] = []
         while self._position < len(text):
             character = text[self._position]
@@ -272,14 +272,14 @@ class BracketScanner:
 
 
 class BracketParser(TurnParser):
-    """Reads calls that are groups of brackets, behind all thoughts."""
+    """Reads calls that are groups of brackets, after all thoughts."""
 
     def __init__(self, family: BracketFamily) -> None:
         """Read the calls of a family."""
         self._family = family
-        self._start: int | None = None  # of the block
+        self._start: int | None = None  # where the block begins
         self._scanner = BracketScanner(family.opening, family.outer, family.quotes)
-        self._end = 0  # of the last call in the block
+        self._end = 0  # end of the last call in the block
         self._calls: list[CallRequest] = []
         self._problem = ""
 
@@ -312,7 +312,7 @@ class BracketParser(TurnParser):
         return ParsedTurn(content, text, tuple(self._calls))
 
     def _find_block(self, turn: str) -> int | None:
-        """Return where the first block of calls begins that is in no thought; None if there is none so far."""
+        """Return the position of the first block of calls outside thoughts; None if there is none so far."""
         position = 0
         while True:
             thought = turn.find(THINK, position)
@@ -331,7 +331,7 @@ def unclosed_thought(turn: str) -> str:
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Return where the thoughts of a turn end, or where the one begins that has no end."""
+    """Return where the thoughts of a turn end, or where an unclosed thought begins."""
     position = 0
     while (begin := text.find(THINK, position)) >= 0:
         end = text.find(END_OF_THOUGHT, begin)
@@ -343,17 +343,17 @@ def _end_of_thoughts(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BracketFamily:
-    """What ``BracketParser`` needs to know of a family."""
+    """Brackets, quotes and readers of a family, for ``BracketParser``."""
 
     opening: str
     outer: str
     quotes: str
     find_block: Callable[[str, int], int | None]
-    """Returns where the block of calls begins in a turn, behind a position; None if there is none."""
+    """Returns where the block of calls begins in a turn, after a position; None if there is none."""
     read: Callable[[str, str], CallRequest]
-    """Reads a call from the text before its group of brackets, behind the group before it, and the group."""
+    """Reads a call from its group of brackets and the text between the group before and this group."""
     is_end: Callable[[str, str], bool]
-    """Says whether a block, given with what is behind its last call, is whole."""
+    """Returns whether a block, given with the text after its last call, is complete."""
 
 
 def _matched(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
@@ -378,12 +378,12 @@ def _read_python(before: str, group: str) -> CallRequest:
             raise MalformedCallError(f"{shortened(source)} is no call with arguments by name")
         arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
         return read_call({"name": ast.unparse(call.func), "arguments": _as_json(arguments)}, "arguments")
-    except (SyntaxError, MemoryError) as error:  # the latter of a hundred brackets
+    except (SyntaxError, MemoryError) as error:  # a hundred nested brackets raise MemoryError
         raise MalformedCallError(f"{shortened(source)} is no Python: {one_line(error)}") from error
 
 
 def _as_json(value: Any) -> Any:
-    """Return a Python literal with lists for its tuples."""
+    """Return a Python literal with its tuples as lists."""
     if isinstance(value, dict):
         return {str(key): _as_json(one) for key, one in value.items()}
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
@@ -481,4 +481,4 @@ GRAMMARS: dict[GrammarName, Grammar] = {
         (_MISTRAL_START,),
     ),
 }
-"""All that is known of the families."""
+"""Grammars of all known families, by name."""

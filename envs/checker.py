@@ -68,16 +68,16 @@ ODD_TEXTS = (
     "<search>" + "a, b\n" * 5_000 + "</search>",
     "<" * 20_000,
 )
-"""Completions of a policy: malformed ones may end the trajectory, and must raise nothing."""
+"""Completions of a policy: malformed ones may end the trajectory, but must not raise."""
 _ASYNC = ("reset", "act")
 _PLAIN = ("left_open", "peek", "close")
 _SEARCH_ASYNC = ("step", "submit", "malformed")
-"""Methods of ``SearchEnv`` besides."""
+"""Async methods that ``SearchEnv`` has besides."""
 _SEARCH_PLAIN = ("parse",)
 QUESTION_TIMEOUT_S = 60.0
-"""For what a user's part is asked at once; a run waits longer."""
+"""Limit of one call to a user's code in a check; a run waits longer."""
 _NUM_DEMONSTRATED = 20
-"""Tasks of a source whose demonstrations are looked at."""
+"""Number of tasks of a source whose demonstrations are checked."""
 TASK = Task("check/0", "Where does the lamp lie?", ("Riga",), supporting_ids=("lamp",), plan=(("lamp",),))
 _LAMP = Passage("lamp", "lamp", "The lamp lies in Riga.", 1.0)
 
@@ -88,7 +88,7 @@ class Check:
 
     name: str
     problem: str = ""
-    """Empty if there is none."""
+    """Description of the problem; empty if there is none."""
 
 
 class OnePassage:
@@ -104,7 +104,7 @@ class OnePassage:
 
 
 async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> list[Check]:
-    """Check the class of an environment; each check makes its own by ``env_class(settings, context)``.
+    """Check the class of an environment; each check makes an instance by ``env_class(settings, context)``.
 
     Options that cannot be read are one problem: no episode is played with them.
     """
@@ -140,10 +140,10 @@ async def check_env(env_class: type[TextEnv], settings: EnvironmentSettings) -> 
 def check_source(name: str, environment: EnvironmentSettings) -> list[Check]:
     """Check a class ``my_module:MySource``, or a known source: its tasks, passages and demonstrations.
 
-    It has the options of ``environment.tasks``, if that names it, too.
+    If ``environment.tasks`` names it too, it gets the options from there.
 
     Raises:
-        ConfigError: there is no such class, it is no ``TaskSource``, or it cannot be made.
+        ConfigError: there is no such class, it is not a ``TaskSource``, or it cannot be made.
     """
     source = TaskSources.open(environment.tasks, environment).by_name.get(name) or open_source(name, environment, {})
 
@@ -175,21 +175,21 @@ def check_source(name: str, environment: EnvironmentSettings) -> list[Check]:
 
 
 def problem_of(check: Callable[[], object], called: Any) -> str:
-    """Return what ``check`` raises, with the file and line of ``called``, a part of a user; empty if nothing."""
+    """Return the error that ``check`` raises, with the file and line of ``called``, a user's code; empty if none."""
     try:
         check()
-    except Exception as error:  # a user's part may raise anything
+    except Exception as error:  # a user's code may raise anything
         return raised_at(error, called)
     return ""
 
 
 async def awaited_problem_of(check: Callable[[], Awaitable[object]], called: Any) -> str:
-    """Return the same of a ``check`` that is async, also if it does not end in time."""
+    """Return the error of an async ``check``, as ``problem_of`` does, or that it did not end in time."""
     limit = asyncio.timeout(QUESTION_TIMEOUT_S)
     try:
         async with limit:
             await check()
-    except Exception as error:  # as above
+    except Exception as error:  # a user's code may raise anything
         waited = error.__cause__
         if limit.expired() and isinstance(waited, asyncio.CancelledError):  # its traceback has the line that waits
             said = f"got no result within {QUESTION_TIMEOUT_S:g} s, expected one; mend what it waits for"
@@ -233,7 +233,7 @@ def _stand_ins(environment: EnvironmentSettings) -> Mapping[str, ChatModel]:
 
 
 def stand_in_context(environment: EnvironmentSettings) -> EnvContext:
-    """Return a context that needs nothing: each search finds one passage, each model says yes, calls are Hermes'."""
+    """Return a context without services: each search finds one passage, each model says yes, calls are ``hermes``."""
     models, parser = _stand_ins(environment), GRAMMARS["hermes"].parser
     return EnvContext(OnePassage(), lambda text: list(text.encode()), models=models, parser=parser)
 
@@ -294,7 +294,7 @@ def made_up(answer: str, index: int = 0) -> Trajectory:
 
 
 def _ended(turns: tuple[Turn, ...], answer: str, index: int = 0) -> Trajectory:
-    """Return a trajectory of turns with a token each, and a token of what each but the last was answered with."""
+    """Return a trajectory of turns with one token each, and one token for each reply between them."""
     kinds = np.array([TokenKind.PROMPT, *[TokenKind.MODEL, TokenKind.OBSERVATION] * len(turns)][:-1], np.uint8)
     ids, versions = np.arange(len(kinds), dtype=np.int32), np.where(kinds == TokenKind.MODEL, 0, -1).astype(np.int32)
     reason = StopReason.ANSWERED if answer else StopReason.MAX_TURNS
@@ -307,7 +307,7 @@ E = TypeVar("E", bound=TextEnv)
 
 @dataclass(frozen=True, slots=True)
 class _Trial(Generic[E]):
-    """The episodes. A method raises if something is wrong."""
+    """Episodes of a check; a method raises if something is wrong."""
 
     env_class: type[E]
     settings: EnvironmentSettings
@@ -362,7 +362,7 @@ class _Trial(Generic[E]):
         text = "<search>lamp\nRiga</search>"
         for end in range(0, len(text) + 3, 3):
             env.peek(text[:end])
-        env.close()  # a search may be under way
+        env.close()  # a search may still run
 
 
 class _SearchTrial(_Trial[SearchEnv]):
@@ -407,7 +407,7 @@ def _async_problem(env_class: type[TextEnv]) -> str:
 
 def _stop_problem(env_class: type[TextEnv]) -> str:
     stop: object = env_class.stop
-    if isinstance(stop, property):  # every instance has its own
+    if isinstance(stop, property):  # every instance has a value
         return ""
     if isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop):
         return ""
@@ -422,7 +422,7 @@ def _check_parse(env: SearchEnv, text: str) -> None:
     shown = _shown(text)
     try:
         action: object = env.parse(text)
-    except Exception as error:  # as above
+    except Exception as error:  # a user's environment may raise anything
         raise ConfigError(f"parse({shown}) failed at {raised_at(error, env.parse)}") from error
     if not isinstance(action, Search | Answer | Malformed):
         got = f"{named(env.parse)} returned {action!r} for {shown}"

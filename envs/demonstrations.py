@@ -1,4 +1,4 @@
-"""Scripted demonstrations over a world: what supervised fine-tuning shows a policy before reinforcement learning.
+"""Scripted demonstrations over a world, for supervised fine-tuning before reinforcement learning.
 
 A demonstration is a list of turns, written from the world's facts::
 
@@ -32,7 +32,7 @@ class Habit(StrEnum):
     """A way to work on a question."""
 
     GOOD = "good"
-    """Search what is needed, then answer."""
+    """Search for the needed facts, then answer."""
     GUESS = "guess"
     """Answer at once, with a random answer of the right kind."""
     STOP_EARLY = "stop_early"
@@ -71,7 +71,7 @@ class Demonstrator:
     world: World
     max_queries_per_turn: int = 3
     query_format: QueryFormat = "lines"
-    """How the queries of a turn are written; ``single`` asks one query per turn, even if the limit is higher."""
+    """Format of the queries of a turn; ``single`` asks one query per turn, even if the limit is higher."""
     mixture: Mapping[str, Mapping[Habit, float]] = field(default_factory=lambda: DEFAULT_MIXTURE)
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
@@ -81,7 +81,7 @@ class Demonstrator:
         return self.script(task, habit, rng)
 
     def script(self, task: Task, habit: Habit, rng: random.Random) -> list[str]:
-        """Return the turns of one attempt at ``task`` in the way of ``habit``."""
+        """Return the turns of one attempt at ``task`` that follows ``habit``."""
         if habit is Habit.GUESS:
             return [_answer("guess", self._guess(task, rng))]
         if task.category == "no_search":
@@ -139,7 +139,7 @@ class Demonstrator:
 
     @cached_property
     def _alike(self) -> dict[str, list[str]]:
-        """By an answer, all answers of its kind: people, films, companies, cities, countries."""
+        """Map each answer to all answers of its kind: people, films, companies, cities, countries."""
         entities = list(self.world.entities.values())
         of_kind = {kind: [e.name for e in entities if e.kind == kind] for kind in EntityKind}
         countries = sorted({e.place_or_maker for e in entities if e.kind is EntityKind.CITY})
@@ -165,8 +165,8 @@ def _answer(thought: str, answer: str) -> str:
 def evidence_demonstration(task: Task, max_queries: int, query_format: QueryFormat = "lines") -> list[str]:
     """Write a demonstration for a task of a file: search for its evidence, then give its answer.
 
-    The queries are those of ``task.plan``, round by round; without one ``task.supporting_ids``, which are titles here,
-    if there are any, else the question itself.
+    The queries come from ``task.plan``, round by round; without a plan they are ``task.supporting_ids``, which are
+    titles here, or else the question itself.
     """
     planned = task.plan or (task.supporting_ids or (task.question,),)
     turns: list[str] = []

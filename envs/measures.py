@@ -1,6 +1,6 @@
 """Measures: numbers of a trajectory that has ended, which iterations and evaluations average, by name.
 
-``TextEnv.measures`` adds others, or puts one in the place of a name here::
+``TextEnv.measures`` adds others, or replaces one that has the same name here::
 
     class Ranking(TextEnv):
         measures = {"ndcg": ndcg}            # metrics rollout/ndcg and eval/ndcg; checkpointing.best_metric: ndcg
@@ -43,13 +43,13 @@ def _f1(prediction: str, gold: str) -> float:
     common = sum((Counter(tokens) & Counter(gold_tokens)).values())
     if not common:
         return 0.0
-    # 2 * common / (sum of lengths) is the same number but for its last digit, and figures are compared to that
+    # 2 * common / (sum of lengths) is the same number up to the last digit, but figures are compared with the script's
     precision, recall = common / len(tokens), common / len(gold_tokens)
     return (2 * precision * recall) / (precision + recall)
 
 
 def searches(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return those of a turn's calls that searched.
+    """Return the calls of a turn that searched.
 
     Where an agent searches at the gateway for the policy's call ``search``, the agent's calls are returned.
     """
@@ -57,17 +57,17 @@ def searches(calls: Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def num_rounds(trajectory: Trajectory) -> float:
-    """Return the turns whose searches ran (RAG-R1's retrieval count); one on the last turn did not."""
+    """Return the number of turns whose searches ran (RAG-R1's retrieval count); those of the last turn do not run."""
     return float(sum(bool(searches(turn.calls)) for turn in trajectory.turns))
 
 
 def num_queries(trajectory: Trajectory) -> float:
-    """Return the queries executed over all rounds."""
+    """Return the number of queries executed over all rounds."""
     return float(sum(len(searches(turn.calls)) for turn in trajectory.turns))
 
 
 def num_repeated_queries(trajectory: Trajectory) -> float:
-    """Return how many of them an earlier turn had asked already, in any case of letters."""
+    """Return the number of executed queries that an earlier turn had asked already, compared without case."""
     asked = [call.asked.casefold() for turn in trajectory.turns for call in searches(turn.calls)]
     return float(len(asked) - len(set(asked)))
 

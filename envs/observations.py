@@ -1,4 +1,4 @@
-r"""What the policy reads after a search: passages laid out inside ``<information>``, within token budgets.
+r"""Observations: the passages of a search, laid out inside ``<information>`` within token budgets.
 
 The layouts, named in a recipe as ``environment.options.observation_format``::
 
@@ -7,8 +7,8 @@ The layouts, named in a recipe as ``environment.options.observation_format``::
     ragr1        \n<information>\nDoc 1: Ana Bell Ana Bell was born in Riga.\nDoc 2: ..\n</information>\n
     searchr1     \n\n<information>Doc 1(Title: Ana Bell) Ana Bell was born in Riga.\nDoc 2..</information>\n\n
 
-``grouped`` is this project's own. RAG-R1-mq, RAG-R1-sq and Search-R1 were trained on the others; published checkpoints
-can be run with them. Two deviations keep text that the originals lose:
+``grouped`` is this project's format. RAG-R1-mq, RAG-R1-sq and Search-R1 were trained on the others; published
+checkpoints can be run with them. Two deviations keep text that the originals lose:
 
 * Every tag is closed. A cut at a fixed length loses the end of the observation with its tag.
 * ``ragr1_json``, indented by 2 as theirs, keeps characters as they are, where RAG-R1 writes ``Beyonc\u00e9``: an escape
@@ -30,7 +30,7 @@ from retrieval.base import Passage
 _TAG = re.compile(r"<\s*+(?:/\s*+)?(?:think|search|information|answer)\s*+>", re.IGNORECASE)
 _RESULT_TAG = re.compile(r"<\s*+(?:/\s*+)?tool_response\s*+>", re.IGNORECASE)
 _NO_TOKEN = re.compile("(?!)")
-_BLANK = " \t\r\n\u2581"  # the last one is SentencePiece's
+_BLANK = " \t\r\n\u2581"  # the last one is the blank of SentencePiece
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Where a text may be cut: behind a word, behind a character of the scripts that put no blanks between words (from
 # U+2E80 on), and within what is too long for a word.
@@ -39,7 +39,7 @@ _UNIT = re.compile(r"[\u2e80-\U0010ffff]|[^\s\u2e80-\U0010ffff]{1,24}")
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How one format is written. ``header`` and ``line`` make up the block of a query."""
+    """One format of observations. ``header`` and ``line`` make up the block of a query."""
 
     line: str
     header: str = ""
@@ -48,9 +48,9 @@ class _Layout:
     is_json: bool = False
 
     def block(self, query: str, passages: Sequence[Passage], defuse: DefuseFn) -> str:
-        """``"Query: Ana Bell\\n(1) Ana Bell: Ana Bell was born in Riga."``"""
+        """Return the block of a query: ``"Query: Ana Bell\n(1) Ana Bell: Ana Bell was born in Riga."``"""
         lines = [self.line.format(rank=rank, title=p.title, text=p.text) for rank, p in enumerate(passages, 1)]
-        # as a whole: a tag may begin in a title and end in the text behind it
+        # defused as a whole: a tag may begin in a title and end in the text after it
         return defuse("\n".join([self.header.format(query=query), *lines] if self.header else lines))
 
     def write(self, parts: Sequence[tuple[str, str]]) -> str:
@@ -84,8 +84,8 @@ def format_observation(
 
     The text of one query has at most ``max_tokens_per_query`` tokens and the whole at most ``max_tokens``. The rest is
     cut from the end of the longest blocks, between words or else between characters. If not even one token per query is
-    left, the tag is empty; the tag itself is never cut. Without ``is_tagged`` there is none: a chat template frames the
-    result of a tool itself. ``encode`` and ``defuse`` are those of ``EnvContext``.
+    left, the tag is empty; the tag itself is never cut. Without ``is_tagged`` there is no tag: a chat template frames
+    the result of a tool itself. ``encode`` and ``defuse`` come from ``EnvContext``.
     """
     layout = _LAYOUTS[observation_format]
     if not is_tagged:
@@ -95,7 +95,7 @@ def format_observation(
     ]
     observation = layout.write(parts)
     total = len(encode(observation))
-    if total <= min(max_tokens_per_query, max_tokens):  # nearly always, and one call of the tokenizer says so
+    if total <= min(max_tokens_per_query, max_tokens):  # true nearly always, and needs one call of the tokenizer
         return observation
     budgets = _Budgets(layout, encode)
     sizes = [budgets.size(part) for part in parts]
@@ -115,14 +115,14 @@ def control_tokens(contents: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds the control tokens among a tokenizer's added tokens.
 
     ``control_tokens(["<|im_end|>", "[/INST]", "\\n\\n", " Ana", "'s", "</search>"])`` finds the first two. A control
-    token has a letter or digit between other characters. The protocol's tags, white space and plain words are none.
+    token has a letter or digit between other characters. The protocol's tags, white space and plain words do not count.
     """
     found = {core for content in contents if is_control(core := content.strip(_BLANK)) and not _TAG.fullmatch(core)}
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True)))) if found else _NO_TOKEN
 
 
 def is_control(content: str) -> bool:
-    """Whether an added token is neither white space nor a plain word: ``"<tool_call>"``, ``"[/INST]"``."""
+    """Return whether an added token is neither white space nor a plain word: ``"<tool_call>"``, ``"[/INST]"``."""
     core = content.strip(_BLANK)
     return bool(core) and not (core[0].isalnum() or core[-1].isalnum()) and any(map(str.isalnum, core))
 
@@ -169,13 +169,13 @@ class _Budgets:
         return query, cut_text(block, max_tokens - self._tokens(query), self._tokens)
 
     def _tokens(self, text: str) -> int:
-        if self.layout.is_json:  # escapes count too; the quotes around it are the frame's
+        if self.layout.is_json:  # escapes count too; the frame has the quotes
             text = json.dumps(text, ensure_ascii=False)[1:-1]
         return len(self.encode(text))
 
 
 MAX_TOKEN_CHARS = 32
-"""More characters than this per token are cut before they are encoded: few tokens have as many."""
+"""Limit of characters per token above which text is cut before it is encoded: few tokens have as many."""
 
 
 def cut_text(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:

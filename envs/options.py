@@ -15,11 +15,11 @@ ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
 
 
 Mode = Literal["search", "direct", "rag"]
-"""Whether the policy searches itself; see ``SearchOptions``."""
+"""Whether the policy searches itself; see ``SearchOptions.mode``."""
 
 
 class PassageOptions(Section):
-    """How many queries a turn may ask, and how much of what they find is shown."""
+    """Limits of the queries of a turn and of the passages that it is shown."""
 
     max_queries_per_turn: int = Field(3, ge=1, le=64)
     """Queries per turn that are executed; further ones are dropped and counted. Default: RAG-R1."""
@@ -32,11 +32,11 @@ class PassageOptions(Section):
 
 
 class SearchOptions(PassageOptions):
-    """How a policy searches, and what it is shown."""
+    """Options of ``SearchEnv``: how a policy searches, and how passages are shown to it."""
 
     mode: Mode = "search"
-    """``search``; or a baseline of one turn: ``direct`` answers without a search, ``rag`` with the passages that a
-    search with the question finds; they replace ``{passages}`` in the prompt, or else follow it."""
+    """``search``, or a baseline of one turn: ``direct`` answers without a search, ``rag`` answers with the passages
+    found by the question. The passages replace ``{passages}`` in the prompt, or else follow it."""
     query_format: QueryFormat = "lines"
     """How a turn writes its queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1).
     The default is this project's: no character of a query has a second meaning."""
@@ -46,7 +46,7 @@ class SearchOptions(PassageOptions):
 
 
 class ToolOptions(PassageOptions):
-    """What the tools of a turn may do."""
+    """Options of ``ToolEnv``: limits of the calls of a turn."""
 
     max_calls_per_turn: int = Field(8, ge=1, le=64)
     """Calls of a turn that are executed; further ones get a result that says so."""

@@ -1,4 +1,4 @@
-"""Rewards: what a recipe names in ``environment.reward``, what users write, and how rewards are put together.
+"""Rewards: the values of ``environment.reward``, the forms that users write, and combinations of rewards.
 
 A reward is a function or a class, plain or async::
 
@@ -9,9 +9,9 @@ A reward is a function or a class, plain or async::
         async def __call__(self, trajectory, context) -> RewardResult:           # models: {judge: {url: ..}}
             said = await context.models["judge"].chat(messages, Sampling(8, temperature=0))
 
-The trajectory loop asks it at every end that is no failure, a full context included. A plain function runs in a
-thread, so that a slow one holds no other trajectory. The form ``(task, answer) -> float``, told by the name of its
-first parameter, gets an empty answer where the policy gave none.
+The trajectory loop calls it at every end that is not a failure, a full context included. A plain function runs in a
+thread, so that a slow one does not delay other trajectories. The form ``(task, answer) -> float``, told by the name of
+its first parameter, gets an empty answer where the policy gave none.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ Split = Literal["train", "eval", "demonstration"]
 
 @dataclass(frozen=True, slots=True)
 class RewardContext:
-    """What a reward knows beside the trajectory."""
+    """Second argument of a reward: split, progress, models and options."""
 
     split: Split
-    """What the trajectory is for: an evaluation may need no judge."""
+    """Split of the task; in an evaluation, a reward can leave out an expensive judge."""
     progress: float = 0.0
-    """Share of the iterations of RL that are done, in [0, 1]: 0 in demonstrations, 1 in ``ragr1 evaluate``."""
+    """Share of the RL iterations that are done, in [0, 1]: 0 in demonstrations, 1 in ``ragr1 evaluate``."""
     models: Mapping[str, ChatModel] = field(default_factory=dict)
-    """Those of ``environment.models``, by name."""
+    """Models of ``environment.models``, by name."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """``environment.reward_options``."""
+    """Options from ``environment.reward_options``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward with the parts that it was made of."""
+    """Reward of a trajectory, with the parts of which it is made."""
 
     total: float
     per_turn: Sequence[float] = ()
-    """What of ``total`` each turn earned, ``[num_turns]``; the rest is the last turn's. Empty: all is the last turn's.
+    """Share of ``total`` per turn, ``[num_turns]``; the last turn gets the rest too. Empty: the last turn gets all.
 
     PPO puts it at the last token of the turn; methods with a baseline per group see the total only.
     """
     parts: Mapping[str, float] = field(default_factory=dict)
-    """For people: ``{"format": 0.2}`` becomes the metric ``rollout/reward_format``."""
+    """Parts to show: ``{"format": 0.2}`` becomes the metric ``rollout/reward_format``."""
 
 
 def rewarded(ended: Trajectory, result: RewardResult) -> Trajectory:
-    """Return a trajectory with its reward on top of the environment's."""
+    """Return a trajectory with ``result`` added to the environment's rewards."""
     parts = {f"reward_{name}": value for name, value in result.parts.items()}
     turns = ended.turns
     if result.per_turn:
@@ -77,7 +77,7 @@ RewardFn = Callable[[Trajectory, RewardContext], Given | Awaitable[Given]]
 
 
 async def exact_match_reward(trajectory: Trajectory, context: RewardContext) -> float:
-    """Return RAG-R1's reward: exact match."""
+    """Return RAG-R1's reward: 1.0 for an exact match, else 0.0."""
     return exact_match(trajectory.answer, trajectory.task.golden_answers)
 
 
@@ -87,22 +87,22 @@ async def token_f1_reward(trajectory: Trajectory, context: RewardContext) -> flo
 
 
 async def no_reward(trajectory: Trajectory, context: RewardContext) -> float:
-    """Return 0: the environment's own rewards are all."""
+    """Return 0, so that only the environment's rewards count."""
     return 0.0
 
 
 REWARDS: dict[str, RewardFn] = {"exact_match": exact_match_reward, "token_f1": token_f1_reward, "none": no_reward}
-"""Known values of ``environment.reward``, async so that none takes a thread; any other is ``my_module:my_reward``."""
+"""Known values of ``environment.reward``, async so that none takes a thread; others are ``my_module:my_reward``."""
 
 
 class Reward:
-    """The reward of a recipe, in one form."""
+    """Reward of a recipe, in the form that the trajectory loop calls."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         """Load ``environment.reward``; a class is made with ``environment.reward_options``.
 
         Raises:
-            ConfigError: there is no such reward, it has another form, or a function is given options.
+            ConfigError: there is no such reward, its form is unknown, or a function is given options.
         """
         self.name = settings.reward
         found: Any = load_object(settings.reward, REWARDS)
@@ -125,13 +125,13 @@ class Reward:
                 ``per_turn`` has another length.
             ServiceError: a service that it needs did not answer. Any other error is the reward's own.
         """
-        if self.name not in REWARDS:  # those change nothing
+        if self.name not in REWARDS:  # the known rewards change nothing
             trajectory = _read_only(trajectory)
         return await self._ask(trajectory, replace(context, options=self._options))
 
 
 def _read_only(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory whose numbers cannot be changed: those that were sampled are learned from."""
+    """Return a trajectory with read-only arrays: the sampled values, which are trained on, must not change."""
     views = {name: getattr(trajectory, name).view() for name in ("token_ids", "kinds", "logprobs", "policy_versions")}
     for view in views.values():
         view.flags.writeable = False
@@ -144,11 +144,11 @@ class _Form:
 
     reward: Callable[..., Any]
     takes_task: bool
-    """Whether it is of the form ``(task, answer)``."""
+    """Whether the form is ``(task, answer)``."""
 
     @classmethod
     def of(cls, reward: Any, where: str) -> Self:
-        """Find out the form; ``ConfigError``, which begins with ``where``, if it has none."""
+        """Find out the form of a reward; raises ``ConfigError``, beginning with ``where``, if it has none."""
         if isinstance(reward, type) or not callable(reward):
             got = named(reward) if place_of(reward) else shortened(repr(reward))
             is_made = "a class that is not made" if isinstance(reward, type) else "which cannot be called"
@@ -156,7 +156,7 @@ class _Form:
         try:
             signature = inspect.signature(reward)
             signature.bind(None, None)
-        except (TypeError, ValueError) as error:  # of built-in functions Python knows no signature
+        except (TypeError, ValueError) as error:  # Python knows no signature of some built-in functions
             raise ConfigError(
                 f"{where}: {named(reward)} cannot be called with (trajectory, context): {error}; give it these two"
             ) from error
@@ -169,7 +169,7 @@ class _Form:
             given = await contained(self.reward(*arguments))
         else:
             given = await contained(in_thread(self.reward, *arguments))
-            if inspect.isawaitable(given):  # a plain function around an async one, such as a partial
+            if inspect.isawaitable(given):  # such as a partial of an async function
                 given = await contained(given)
         return _checked(given, self.reward, len(trajectory.turns))
 
@@ -198,7 +198,7 @@ def _checked(given: object, reward: Callable[..., Any], num_turns: int) -> Rewar
 def weighted(weights: Mapping[str, tuple[float, RewardFn]]) -> RewardFn:
     """Return the sum of several rewards times their weights: ``weighted({"em": (1.0, em), "format": (0.2, tidy)})``.
 
-    The parts are the rewards before their weights. ``ConfigError`` if one is no reward, here and below.
+    The parts are the rewards before their weights. Raises ``ConfigError`` if one is not a reward.
     """
     asked = {name: (weight, _Form.of(one, "weighted")) for name, (weight, one) in weights.items()}
 
@@ -215,7 +215,7 @@ def weighted(weights: Mapping[str, tuple[float, RewardFn]]) -> RewardFn:
 
 
 def gate(condition: RewardFn, reward: RewardFn) -> RewardFn:
-    """Return ``reward`` where the ``condition`` is above 0, else 0: no reward for an answer in a wrong format."""
+    """Return ``reward`` if ``condition`` is above 0, else 0: no reward for an answer in a wrong format."""
     opens, asked = _Form.of(condition, "gate"), _Form.of(reward, "gate")
 
     async def gated(trajectory: Trajectory, context: RewardContext) -> RewardResult:
@@ -226,7 +226,7 @@ def gate(condition: RewardFn, reward: RewardFn) -> RewardFn:
 
 
 def stage_switch(stages: Sequence[tuple[float, RewardFn]]) -> RewardFn:
-    """Return the first reward whose share of the run has not passed: ``stage_switch([(0.3, searches), (1.0, em)])``."""
+    """Return the first reward whose share of the run is not over: ``stage_switch([(0.3, searches), (1.0, em)])``."""
     asked = [(until, _Form.of(one, "stage_switch")) for until, one in stages]
     if not asked:
         raise ConfigError("stage_switch got no stage, expected at least one, such as (1.0, my_reward)")
@@ -239,7 +239,7 @@ def stage_switch(stages: Sequence[tuple[float, RewardFn]]) -> RewardFn:
 
 
 def by_source(rewards: Mapping[str, RewardFn], otherwise: RewardFn) -> RewardFn:
-    """Return the reward of a task's source, and ``otherwise`` for sources that are not named."""
+    """Return the reward of a task's source, or ``otherwise`` for a source that has no entry."""
     asked = {name: _Form.of(one, "by_source") for name, one in rewards.items()}
     rest = _Form.of(otherwise, "by_source")
 

@@ -45,7 +45,7 @@ def search_prompt(prompt: str, options: SearchOptions, task: Task) -> list[Messa
     """Return one user message: the recipe's ``prompt`` with the question in it."""
     prompt = prompt.replace("{max_queries}", str(options.max_queries_per_turn))
     prompt = prompt.replace("{query_format}", FORMATS[options.query_format].in_words)
-    return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may hold braces
+    return [Message("user", prompt.replace("{question}", task.question))]  # last: a question may have braces
 
 
 class SearchEnv(TextEnv):
@@ -58,10 +58,10 @@ class SearchEnv(TextEnv):
     options_class: type[SearchOptions] = SearchOptions
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
-        """Bind the recipe's ``environment`` section and the runner's retriever and tokenizer."""
+        """Take the recipe's ``environment`` section and the runner's retriever and tokenizer."""
         self._settings = settings
         self.options = self.options_class.read(settings.options, "environment.options")
-        """``environment.options``, checked."""
+        """Checked values of ``environment.options``."""
         self._context = context
         is_baseline = self.options.mode != "search"
         self._turns_left = 1 if is_baseline else settings.max_turns
@@ -70,7 +70,7 @@ class SearchEnv(TextEnv):
         self._begin_turn()
 
     async def reset(self, task: Task) -> list[Message]:
-        """Return ``search_prompt``, with passages in it where the mode is ``rag``."""
+        """Return the prompt of ``search_prompt``; in the mode ``rag`` it has passages."""
         if self.options.mode != "rag":
             return search_prompt(self._settings.prompt, self.options, task)
         passages = await self._search_question(task.question)
@@ -81,7 +81,7 @@ class SearchEnv(TextEnv):
         return [Message("user", passages.join(asked))]
 
     async def act(self, turn: Completion) -> StepResult:
-        """Read the turn's one action, and ``step``, ``submit`` or reply that it is ``malformed``."""
+        """Parse the turn's one action, then call ``step``, ``submit`` or ``malformed``."""
         match action := self.parse(turn.text):
             case Search(queries):
                 return replace(check_result(await self.step(list(queries)), self.step), action="search")
@@ -92,13 +92,13 @@ class SearchEnv(TextEnv):
         raise ConfigError(f"{named(self.parse)} returned {action!r}, expected Search, Answer or Malformed")
 
     def parse(self, completion: str) -> Action:
-        """Read the turn's one action."""
+        """Return the turn's one action."""
         if self.options.mode == "search":
             return parse_action(completion, self.options.query_format)
         return read_answer(completion)
 
     def left_open(self, text: str) -> str:
-        """Return ``<think>`` inside a thought: the tags in it are text."""
+        """Return ``<think>`` inside a thought, because the tags in a thought are text."""
         return open_thought(text)
 
     def peek(self, partial: str) -> None:
@@ -137,7 +137,7 @@ class SearchEnv(TextEnv):
         )
 
     async def _search_question(self, question: str) -> str:
-        """Return the passages that the question finds, as an observation has them, and keep their record."""
+        """Return the passages that the question finds, laid out as an observation, and keep their record."""
         queries, loop = clean_queries([question], 1).queries, asyncio.get_running_loop()
         asked_s = loop.time()
         found = await self._context.retriever.search(queries, self.options.top_k) if queries else []
@@ -160,7 +160,7 @@ class SearchEnv(TextEnv):
         )
 
     async def submit(self, answer: str) -> StepResult:
-        """End the trajectory, with the search that came before the turn, if there was one."""
+        """End the trajectory; its last call is the search before the turn, if there was one."""
         self._end_turn().cancel()
         return StepResult(terminated=True, calls=self._called_before)
 
@@ -172,7 +172,7 @@ class SearchEnv(TextEnv):
         return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={"malformed": 1.0})
 
     def close(self) -> None:
-        """Cancel the searches of a turn that never ended."""
+        """Cancel the searches of a turn that did not end."""
         self._searches.cancel()
 
     def _begin_turn(self) -> None:

@@ -1,4 +1,4 @@
-"""Task sources: where tasks come from, with passages that answer them and demonstrations, where these are known.
+"""Task sources: they give tasks, and passages and demonstrations if these are known.
 
 ::
 
@@ -47,18 +47,18 @@ Split = Literal["train", "eval"]
 
 
 class TaskSource(ABC):
-    """Where tasks come from.
+    """Source of tasks.
 
     A recipe names a class as ``environment.tasks: my_module:MySource``; it is made as ``MySource(environment,
     options)``, with the section of the recipe and the options of this source.
     """
 
     def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
-        """Take no option."""
+        """Refuse any option."""
         if options:
             raise ConfigError(f"got the options {', '.join(options)} of a task source that takes none; leave them out")
         self.search = search_options(environment)
-        """How demonstrations ask for passages."""
+        """Options of searches, for demonstrations."""
 
     @abstractmethod
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -68,7 +68,7 @@ class TaskSource(ABC):
         """
 
     def passages(self) -> Sequence[Passage]:
-        """Return passages that answer the tasks, for a recipe without another corpus; by default there are none."""
+        """Return passages that answer the tasks, for a recipe without another corpus; the default is none."""
         return ()
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
@@ -80,11 +80,11 @@ class TaskSource(ABC):
         return evidence_demonstration(task, self.search.max_queries_per_turn, self.search.query_format)
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield texts whose words the vocabulary of a tiny policy needs: by default the questions of ``tasks``."""
+        """Yield texts whose words the vocabulary of a tiny policy needs; the default is the questions of ``tasks``."""
         yield from (f" {task.question}" for task in tasks)
 
     def report(self) -> str:
-        """Return a line for people about the tasks that were read; by default there is nothing to say."""
+        """Return a line for people about the tasks that were read; the default is an empty text."""
         return ""
 
 
@@ -95,10 +95,10 @@ class WorldOptions(Section):
     """Seed of the generated world; the same seed gives the same passages and tasks on every machine."""
     shares: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(dict(CATEGORY_SHARES))
     """Shares of the categories in the tasks: ``{one_hop: 0.5, two_hop: 0.5}``. They sum to 1. Training has fewer tasks
-    where the world has too few questions of a category: about 4,600 of three hops."""
+    if the world has too few questions of a category: about 4,600 of three hops."""
     habits: dict[str, dict[Habit, Annotated[float, Field(ge=0)]]] = Field({})
-    """How often demonstrations of a category have a habit: ``{one_hop: {good: 0.2, guess: 0.8}}``; the other categories
-    keep their default."""
+    """Probability of each habit in the demonstrations of a category: ``{one_hop: {good: 0.2, guess: 0.8}}``; the other
+    categories keep their default."""
 
     @field_validator("shares", "habits")
     @classmethod
@@ -116,10 +116,10 @@ class WorldOptions(Section):
 
 
 class WorldSource(TaskSource):
-    """The generated world of ``envs/world.py``."""
+    """Source of the generated world, ``envs/world.py``."""
 
     def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
-        """Take ``WorldOptions``."""
+        """Take the options of ``WorldOptions``."""
         super().__init__(environment, {})
         self._options = WorldOptions.read(options, "environment.tasks: options")
 
@@ -137,7 +137,7 @@ class WorldSource(TaskSource):
         return self._world.train_tasks if split == "train" else self._world.eval_tasks
 
     def passages(self) -> Sequence[Passage]:
-        """Return a passage per entity."""
+        """Return one passage per entity."""
         return self._world.passages
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
@@ -151,10 +151,10 @@ class WorldSource(TaskSource):
 
 
 class FileSource(TaskSource):
-    """Task files, all for training or, ``whole``, for evaluation."""
+    """Task files: all for training or, with ``whole``, all for evaluation."""
 
     def __init__(self, environment: EnvironmentSettings, named: NamedTasks, *, whole: bool = False) -> None:
-        """Read ``named`` when the tasks are asked for; see ``load_tasks``."""
+        """Take the name of task files; they are read when the tasks are asked for, see ``load_tasks``."""
         super().__init__(environment, {})
         self._named, self._whole = named, whole
 
@@ -163,23 +163,23 @@ class FileSource(TaskSource):
         return load_tasks(self._named, whole=self._whole)
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the tasks of the files, if they are of this split."""
+        """Return the tasks of the files, if they are for this split."""
         return self._loaded.tasks if (split == "eval") == self._whole else ()
 
     def report(self) -> str:
-        """Return what was read and left out."""
+        """Return the counts of tasks that were read and left out."""
         return str(self._loaded.report)
 
     def check_files(self) -> None:
-        """Raise a ``DataError`` if the files are not there; nothing is read."""
+        """Raise a ``DataError`` if the files do not exist; nothing is read."""
         task_files(self._named, *SOURCES)
 
 
 class TeacherSource(TaskSource):
-    """A file of a teacher's demonstrations; see ``envs/teacher.py``."""
+    """File with a teacher's demonstrations; see ``envs/teacher.py``."""
 
     def __init__(self, environment: EnvironmentSettings, path: str | Path) -> None:
-        """Read the file; ``DataError`` if it cannot be used."""
+        """Read the file; raises ``DataError`` if it cannot be used."""
         super().__init__(environment, {})
         keeps_calls = reads_calls(environment)
         self._loaded, self._turns_of = load_demonstrations(path, self.search.query_format, keeps_calls=keeps_calls)
@@ -193,7 +193,7 @@ class TeacherSource(TaskSource):
         return list(self._turns_of[task.task_id])
 
     def report(self) -> str:
-        """Return what was read and left out."""
+        """Return the counts of tasks that were read and left out."""
         return str(self._loaded.report)
 
 
@@ -203,13 +203,13 @@ SOURCES: dict[str, type[TaskSource] | str] = {"world": WorldSource}
 
 @dataclass(frozen=True)
 class TaskSources:
-    """The sources that ``environment.tasks`` or ``environment.eval_tasks`` names."""
+    """Sources that ``environment.tasks`` or ``environment.eval_tasks`` names."""
 
     named: tuple[tuple[SourceSettings, TaskSource], ...]
 
     @classmethod
     def open(cls, tasks: TaskNames, environment: EnvironmentSettings, *, whole: bool = False) -> TaskSources:
-        """Make the sources; files are ``whole``, for evaluation, or for training.
+        """Make the sources; files are for evaluation if ``whole``, else for training.
 
         Raises:
             ConfigError: a name or an option of a source is wrong.
@@ -220,8 +220,8 @@ class TaskSources:
     def tasks(self, split: Split, seed: int) -> tuple[Task, ...]:
         """Return the tasks of all sources, one source after the other, each task with its source's name.
 
-        With weights, of each source as many training tasks as their ratio allows: the source with the fewest for its
-        weight gives all, the others a part that ``seed`` draws.
+        With weights, the numbers of training tasks have the ratio of the weights: the source with the fewest tasks for
+        its weight gives all, the others a part that ``seed`` draws.
 
         Raises:
             DataError: two sources have a task of the same id, or a source cannot be read.
@@ -242,7 +242,7 @@ class TaskSources:
         )
 
     def names(self) -> list[str]:
-        """Return a name of each source, for metrics: ``["world", "hotpotqa"]``; of two equal ones the second has #2."""
+        """Return a name of each source, for metrics: ``["world", "hotpotqa"]``; a second equal name ends in #2."""
         names: list[str] = []
         for settings, _ in self.named:
             name = _short(settings)
@@ -250,7 +250,7 @@ class TaskSources:
         return names
 
     def passages(self) -> list[Passage]:
-        """Return the passages of all sources; ``DataError`` if two have one id."""
+        """Return the passages of all sources; raises ``DataError`` if two have the same id."""
         passages = [one for _, source in self.named for one in checked_passages(source)]
         if repeated := _repeated(passage.id for passage in passages):
             raise DataError(
@@ -264,22 +264,22 @@ class TaskSources:
         return self.named[self.names().index(task.source) if len(self.named) > 1 else 0][1]
 
     def reports(self) -> tuple[str, ...]:
-        """Return the lines about what was read."""
+        """Return the lines of the sources about the tasks that were read."""
         return tuple(report for _, source in self.named if (report := source.report()))
 
     @property
     def by_name(self) -> dict[str, TaskSource]:
-        """The sources that are no files, by what names them: ``{"world": ...}``."""
+        """Map each name to its source, files left out: ``{"world": ...}``."""
         return {settings.source: source for settings, source in self.named if isinstance(settings.source, str)}
 
     @property
     def files(self) -> list[FileSource]:
-        """Those of the sources that are files."""
+        """Return the sources that are files."""
         return [source for _, source in self.named if isinstance(source, FileSource)]
 
 
 def checked_tasks(source: TaskSource, split: Split) -> list[Task]:
-    """Return the tasks of a source; ``DataError`` if it raises, or returns what are no tasks of different ids."""
+    """Return the tasks of a source; ``DataError`` if it fails, or returns other objects or equal ids."""
     tasks = _checked(source.tasks, "a sequence of Task", Task, split)
     for task in tasks:
         if problem := _problem_of(task):
@@ -289,7 +289,7 @@ def checked_tasks(source: TaskSource, split: Split) -> list[Task]:
 
 
 def checked_passages(source: TaskSource) -> list[Passage]:
-    """Return the passages of a source; ``DataError`` if it raises, or returns what are no passages of different ids."""
+    """Return the passages of a source; ``DataError`` if it fails, or returns other objects or equal ids."""
     passages = _checked(source.passages, "a sequence of Passage", Passage)
     for one in passages:
         if not _are_texts((one.id, one.title, one.text)):
@@ -300,7 +300,7 @@ def checked_passages(source: TaskSource) -> list[Passage]:
 
 
 def _problem_of(task: Task) -> str:
-    """Return what the fields of a task should be, if one is not; a text without its comma is no tuple of texts."""
+    """Return what is wrong with a task's fields, such as a text instead of a tuple of texts; empty if all are right."""
     if not _are_texts((task.task_id, task.question, task.category, task.source)):
         return "expected texts as task_id, question, category and source"
     lists = {"golden_answers": task.golden_answers, "supporting_ids": task.supporting_ids}
@@ -309,13 +309,13 @@ def _problem_of(task: Task) -> str:
         return "expected as plan a tuple with a tuple of texts for each round"
     try:
         json.dumps(dict(task.meta), default=str).encode()
-    except (TypeError, ValueError, RecursionError) as error:  # no mapping, one inside itself
+    except (TypeError, ValueError, RecursionError) as error:  # not a mapping, or one that contains itself
         return f"expected as meta what JSON can hold: {one_line(error)}"
     return f"expected a tuple of texts as {wrong[0]}" if wrong else ""
 
 
 def _are_texts(values: object) -> bool:
-    """Whether it is a tuple or list of texts, which can be written: half of a surrogate pair cannot."""
+    """Return whether a value is a tuple or list of texts that can be encoded, without halves of surrogate pairs."""
     if not isinstance(values, tuple | list) or not all(isinstance(one, str) for one in values):
         return False
     return all(one.isascii() or not _SURROGATE.search(one) for one in values)
@@ -353,12 +353,12 @@ def shown_names(tasks: TaskNames) -> str:
 
 
 def is_source(name: str) -> bool:
-    """Return whether a name is that of a source, or of a class, and not the path of a file."""
+    """Return whether a name is that of a source or a class, and not the path of a file."""
     return name in SOURCES or (":" in name and not Path(name).exists())
 
 
 def open_source(name: str, environment: EnvironmentSettings, options: Mapping[str, Any]) -> TaskSource:
-    """Make the source ``world`` or ``my_module:MySource``; ``ConfigError`` if it is none, or an option is wrong."""
+    """Make the source ``world`` or ``my_module:MySource``; ``ConfigError`` if it is unknown or an option is wrong."""
     source_class: Any = load_object(name, SOURCES)
     if not (isinstance(source_class, type) and issubclass(source_class, TaskSource)):
         raise ConfigError(f"got {name}, which is {named(source_class)}, expected a subclass of envs.sources.TaskSource")
@@ -368,7 +368,7 @@ def open_source(name: str, environment: EnvironmentSettings, options: Mapping[st
 
 
 def _separate(tasks: TaskNames) -> list[SourceSettings]:
-    """Return what ``environment.tasks`` names, source by source: files that are listed alone are one."""
+    """Return the entries of ``environment.tasks``, source by source; files that are listed alone are one source."""
     if isinstance(tasks, str):
         return [SourceSettings(source=tasks)]
     files = [one for one in tasks if isinstance(one, str) and not is_source(one)]
@@ -392,7 +392,7 @@ def _short(settings: SourceSettings) -> str:
 
 
 def _weighted(parts: Sequence[list[Task]], weights: Sequence[float], seed: int) -> list[list[Task]]:
-    """Return of each part as many tasks as its weight allows, in their order; at least one."""
+    """Return as many tasks of each part as its weight allows, in their order; at least one."""
     scale = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
     if not math.isfinite(scale):
         raise ConfigError(f"environment.tasks: got the weights {', '.join(map(str, weights))}; give larger ones")

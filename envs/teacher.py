@@ -58,13 +58,13 @@ _TAGS = {
     "<result>": "<information>",
     "</result>": "</information>",
 }
-"""Tags of R1-Searcher, Hermes and ReSearch."""
+"""Tags of R1-Searcher, Hermes and ReSearch, and ours."""
 _TEACHER = ("assistant", "gpt")
 _USER = ("user", "human")
 _CALL = "function_call"
 _READ_HERE = ("instruction", "input", "output", "messages", "conversations", "system", "tools")
-"""Fields of a record that are no ``Task.meta``, besides those of a task file."""
-# Each of these reads a text once, whatever is in it: files of other people may be of one line of a gigabyte.
+"""Fields of a record that do not go to ``Task.meta``, besides the fields of a task file."""
+# Each of these reads a text once: a file of other people may have one line of a gigabyte.
 _QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
 _END_OF_TURN = re.compile(r"(?<=</search>)|(?<=</answer>)")
@@ -75,7 +75,7 @@ def load_demonstrations(
 ) -> tuple[LoadedTasks, Mapping[str, tuple[str, ...]]]:
     """Read a file of demonstrations that end with an answer: their tasks, and their turns by task id.
 
-    ``query_format`` is that of the queries inside ``<search>``; those of tool calls are written in it, unless
+    Queries inside ``<search>`` are read in ``query_format``; queries of tool calls are written in it, unless
     ``keeps_calls``.
 
     Raises:
@@ -90,7 +90,7 @@ def load_demonstrations(
     for num_records, record in enumerate(read_records(path), start=1):
         question, turns, last = _read(record, query_format, keeps_calls=keeps_calls)
         gold = {key: record.fields[key] for key in ANSWER_KEYS if key in record.fields}
-        if not isinstance(last, Answer):  # the beginning of another demonstration, or never finished
+        if not isinstance(last, Answer):  # the beginning of another demonstration, or an unfinished one
             gold = {"answer": ""}
         elif not gold:
             gold = {"answer": last.text}
@@ -120,12 +120,12 @@ def load_demonstrations(
 def _read(
     record: Record, query_format: QueryFormat, *, keeps_calls: bool
 ) -> tuple[str, tuple[str, ...], Action | None]:
-    """Return the question, the teacher's turns, and what the last of them does."""
+    """Return the question, the teacher's turns, and the action of the last one."""
     calling = _calling_turns(record) if keeps_calls and "output" not in record.fields else ()
     asked, written = _dialogue(record, query_format, only_asked=bool(calling))
     asked = _without_documents(_as_our_tags(asked, query_format, record.where, is_prompt=True))
     question = record.fields.get("question")
-    if question is None:  # the last one: a prompt may have an example before it
+    if question is None:  # the last match: a prompt may have an example before it
         found = max(_QUESTION.finditer(asked), key=lambda match: match.start(), default=None)
         question, before = (found[1].rstrip(" \t"), asked[found.end() :]) if found else (asked, "")
     else:
@@ -139,20 +139,20 @@ def _read(
 
 
 def _calling_turns(record: Record) -> tuple[str, ...]:
-    """Return the teacher's turns with their calls in the form of ``hermes``; empty if it calls nothing."""
+    """Return the teacher's turns with calls in the form of ``hermes``; empty if there are no calls."""
     turns: list[str] = []
-    is_open = False  # whether the message before is of the same turn
+    is_open = False  # whether the message before belongs to the same turn
     for message in _messages(record):
         text = _as_hermes(message, record.where)
         if text is not None:
             turns[-1:] = [f"{turns[-1]}\n{text}"] if is_open else [*turns[-1:], text]
         is_open = text is not None
-    num_calling = sum(_called(turn, record.where) for turn in turns)  # all are checked
+    num_calling = sum(_called(turn, record.where) for turn in turns)  # the sum checks every turn
     return tuple(turns) if num_calling else ()
 
 
 def _as_hermes(message: Mapping[str, Any], where: str) -> str | None:
-    """Return what a message adds to a turn of the teacher; None if the teacher did not write it."""
+    """Return the text that a message adds to a turn of the teacher; None if the teacher did not write it."""
     role, content = message.get("role", message.get("from")), _content(message, where)
     calls = [_parsed(content, where)] if role == _CALL else _calls(message, where)
     if role not in (*_TEACHER, _CALL):
@@ -172,7 +172,7 @@ def _called(turn: str, where: str) -> bool:
 
 def _request(call: Any, where: str) -> CallRequest:
     called = call.get("function", call) if isinstance(call, dict) else call
-    if isinstance(called, dict) and isinstance(called.get("arguments"), str):  # OpenAI's messages hold them as JSON
+    if isinstance(called, dict) and isinstance(called.get("arguments"), str):  # OpenAI's messages hold JSON
         called = {**called, "arguments": _parsed(called["arguments"], where)}
     try:
         return read_call(called, "arguments")
@@ -181,7 +181,7 @@ def _request(call: Any, where: str) -> CallRequest:
 
 
 def _split_tags(text: str, tag: str) -> tuple[list[str], list[str]]:
-    """Return what is outside of a tag, ``[n + 1]``, and what is inside, ``[n]``; a tag that is not closed is text."""
+    """Return the texts outside a tag, ``[n + 1]``, and inside, ``[n]``; a tag that is not closed is text."""
     outside, inside, position = [], [], 0
     opening, closing = f"<{tag}>", f"</{tag}>"
     while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
@@ -192,7 +192,7 @@ def _split_tags(text: str, tag: str) -> tuple[list[str], list[str]]:
 
 
 def _without_documents(text: str) -> str:
-    """Leave out what was retrieved, and the white space around it."""
+    """Remove the retrieved documents and the white space around them."""
     first, *rest = _split_tags(text, "information")[0]
     if not rest:
         return text
@@ -280,7 +280,7 @@ def _parsed(text: str, where: str) -> Any:
 def _search(call: Any, query_format: QueryFormat, where: str) -> str:
     """Write a tool call with the argument ``query`` or ``queries`` in our tags."""
     arguments = call.get("arguments") if isinstance(call, dict) else None
-    if isinstance(arguments, str):  # OpenAI's messages hold them as JSON
+    if isinstance(arguments, str):  # OpenAI's messages hold the arguments as JSON
         arguments = _parsed(arguments, where)
     found = arguments.get("queries", arguments.get("query")) if isinstance(arguments, dict) else None
     queries = [found] if isinstance(found, str) else found

@@ -1,4 +1,4 @@
-"""The searches of one turn: begun while the turn is sampled, as its queries are complete, and awaited when it ends."""
+"""Searches of one turn: each begins once its query is complete, and all are awaited when the turn ends."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from retrieval.base import SEARCH, Hits, Passage, Retriever
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The passages of one query, and when they arrived."""
+    """Passages of one query, and the time when they arrived."""
 
     passages: list[Passage]
     latency_s: float
     found_at: float
-    """By the clock of the event loop."""
+    """Time of arrival in seconds by the clock of the event loop."""
 
     def call(self, query: str, k: int, turn_ended: float) -> ToolCall:
-        """Return what a trajectory keeps of it; the turn ended at ``turn_ended`` by the same clock."""
+        """Return the record of the query for the trajectory; the turn ended at ``turn_ended`` by the same clock."""
         waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
         return search_call(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
 
 
 def search_call(query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float) -> ToolCall:
-    """Return what a trajectory keeps of one query that found ``found``, at most ``k`` passages, best first."""
+    """Return the record of a query that found ``found``, at most ``k`` passages, best first."""
     return ToolCall(
         tool=SEARCH,
         arguments={"query": query, "k": k},
@@ -52,18 +52,18 @@ class TurnSearches:
     """The searches of one turn, started early or when it ends."""
 
     def __init__(self, retriever: Retriever, top_k: int, max_queries: int) -> None:
-        """Begin no search yet; at most ``max_queries`` begin early."""
+        """Take the retriever; at most ``max_queries`` searches begin early."""
         self._retriever, self._top_k = retriever, top_k
         self._cleaner = QueryCleaner(max_queries)
         self._tasks: dict[str, asyncio.Task[dict[str, SearchResult]]] = {}  # by query; queries asked together share one
 
     def begin(self, query: str) -> None:
-        """Start the search of a query, as the turn wrote it; not if it is empty, has begun, or is over the limit."""
+        """Start the search of a query, as the turn wrote it, unless it is empty, has begun, or is over the limit."""
         if self._cleaner.add(query):
             self._begin(self._cleaner.queries[-1:])
 
     async def answer(self, queries: Sequence[str]) -> list[SearchResult]:
-        """Return the result of each query; those without a search yet are searched in one call."""
+        """Return the result of each query; queries whose search has not begun are searched in one call."""
         for query in self._tasks.keys() - set(queries):
             self._tasks.pop(query).cancel()
         late = [query for query in queries if query not in self._tasks]
@@ -95,6 +95,6 @@ class TurnSearches:
 
 
 def _note_failure(task: asyncio.Task[dict[str, SearchResult]]) -> None:
-    """Retrieve the exception, so that asyncio does not report that of a search whose result is not needed."""
+    """Retrieve the exception of a search whose result is not needed, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()

@@ -18,8 +18,8 @@ comparison_3  When was the first of Ana Bell or Bo Cole or Cy Dow born?         
 no_search     Ana Bell lives in Riga. Where does Ana Bell live?                   ()
 ============  ==================================================================  =====================================
 
-No training question has both the supporting passages and the answer of an evaluation question, in any wording.
-Both splits ask about the same entities, as those of HotpotQA do.
+No training question has both the supporting passages and the answer of an evaluation question, in any wording. Both
+splits ask about the same entities, as in HotpotQA.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ YEARS = range(1950, 2000)
 NUM_TRAIN_TASKS = 12_000
 NUM_EVAL_TASKS = 300
 _MAX_VAIN_DRAWS = 500
-"""Draws in a row without a new question, after which a category has no more."""
+"""Draws in a row without a new question after which a category counts as used up."""
 CATEGORY_SHARES = {
     "one_hop": 0.12,
     "two_hop": 0.24,
@@ -101,7 +101,7 @@ _CITIES_BY_COUNTRY = {
 
 
 class EntityKind(StrEnum):
-    """What a passage of the world is about."""
+    """Subject of a passage of the world."""
 
     PERSON = "person"
     FILM = "film"
@@ -111,18 +111,18 @@ class EntityKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One thing of the world: ``Entity("p17", "Ana Bell", EntityKind.PERSON, "Riga", 1931)``."""
+    """One subject of the world: ``Entity("p17", "Ana Bell", EntityKind.PERSON, "Riga", 1931)``."""
 
     passage_id: str
     name: str
     kind: EntityKind
     place_or_maker: str
-    """A person's city, a city's country, a film's director, a company's founder."""
+    """City of a person, country of a city, director of a film or founder of a company."""
     year: int | None = None
     """Year of birth, filming or founding; None for a city."""
 
     def passage(self) -> Passage:
-        """Return the entity's passage."""
+        """Return the passage about the entity."""
         name, value, year = self.name, self.place_or_maker, self.year
         text = {
             EntityKind.PERSON: f"{name} was born in {value} in the year {year}.",
@@ -139,7 +139,7 @@ class World:
 
     seed: int
     entities: Mapping[str, Entity]
-    """By name."""
+    """Entities by name."""
     passages: tuple[Passage, ...]
     train_tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
@@ -155,7 +155,7 @@ class World:
 def make_world(seed: int, shares: Mapping[str, float] = CATEGORY_SHARES) -> World:
     """Make the world of ``seed``: same seed, same passages and tasks, on every machine.
 
-    ``shares`` are those of the categories in the tasks: ``{"one_hop": 1.0}`` asks about one hop only.
+    ``shares`` are the shares of the categories in the tasks: ``{"one_hop": 1.0}`` asks about one hop only.
     """
     return _make_world(seed, tuple(shares.items()))
 
@@ -199,7 +199,7 @@ _Fact = tuple[frozenset[str], str, str]
 
 
 def _fact(task: Task) -> _Fact:
-    """Return a key of what a question asks, independent of its wording: passages and answer, or else its text."""
+    """Return a key of the fact that a question asks for, in any wording: passages and answer, or else its text."""
     return frozenset(task.supporting_ids), task.golden_answers[0], "" if task.supporting_ids else task.question
 
 
@@ -213,7 +213,7 @@ def _make_tasks(
 ) -> tuple[Task, ...]:
     """Draw ``count`` different questions about facts not in ``excluded``, the categories in their shares, shuffled.
 
-    They are fewer where the world has not so many of a category: about 4,600 of three hops.
+    There are fewer tasks if a category has too few questions: about 4,600 of three hops.
     """
     tasks: dict[str, Task] = {}
     for category, share in shares:
@@ -281,7 +281,7 @@ class _QuestionDraw:
         return Task("", question, (str(min(years)),), category, tuple(e.passage_id for e in entities), (names,))
 
     def _no_search(self, rng: random.Random) -> Task:
-        # the fact is in no passage, only in the question
+        # no passage has the fact; only the question has it
         person = rng.choice(self._pools[EntityKind.PERSON])
         city = rng.choice(self._pools[EntityKind.CITY])
         question = f"Today {person.name} lives in {city.name}. Where does {person.name} live?"
@@ -307,5 +307,5 @@ _CHAINS: dict[EntityKind, dict[int, list[tuple[str, bool]]]] = {
     EntityKind.FILM: _questions_on_work("director", [("Who directed {}?", False), ("When was {} filmed?", True)]),
     EntityKind.COMPANY: _questions_on_work("founder", [("Who founded {}?", False), ("When was {} founded?", True)]),
 }
-"""By kind of the first entity and number of hops: question template, and whether it asks for a year."""
+"""Templates of questions by kind of the first entity and number of hops, and whether each asks for a year."""
 _COMPARISONS = {EntityKind.PERSON: "born", EntityKind.FILM: "filmed", EntityKind.COMPANY: "founded"}

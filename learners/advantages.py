@@ -1,8 +1,7 @@
 """Advantages as pure functions over MODEL tokens.
 
-A token that the policy did not sample is no time step: the state after a MODEL token is the state before the next MODEL
-token, with or without retrieved text between them. (RAG-R1 runs GAE, whitening and the value loss over the retrieved
-tokens too.)
+Only MODEL tokens are time steps: the state after one is the state before the next, with or without retrieved text
+between them. (RAG-R1 runs GAE, whitening and the value loss over the retrieved tokens too.)
 
 Notation: N trajectories; M MODEL tokens of all trajectories, one trajectory after another.
 """
@@ -28,7 +27,7 @@ def group_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torc
 
 
 def centered_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-    """Return the reward minus the mean of the group, ``[N]``. A group of one keeps its reward.
+    """Return each reward minus the mean of its group, ``[N]``. A group of one keeps its reward.
 
     Dr.GRPO (Liu et al., Understanding R1-Zero-Like Training, arXiv:2503.20783): GRPO without the division by the
     standard deviation, which favours groups that are nearly solved or nearly lost.
@@ -37,7 +36,7 @@ def centered_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> t
 
 
 def leave_one_out_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor) -> torch.Tensor:
-    """Return the reward minus the mean of the others of the group, ``[N]``. A group of one keeps its reward.
+    """Return each reward minus the mean of the other rewards of its group, ``[N]``. A group of one keeps its reward.
 
     RLOO (Ahmadian et al., Back to Basics, arXiv:2402.14740).
     """

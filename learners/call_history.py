@@ -1,4 +1,4 @@
-"""CallHistory: the calls that bring new learner ranks to the state of the old ones, for a restart of the group."""
+"""CallHistory: the calls that bring restarted learner ranks to the state of the old ones."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ragr1_actors.core.folders import AnyFolder, FolderWriter
 logger = logging.getLogger(__name__)
 
 MAX_HELD_CALLS = 256
-"""Most updates since the last checkpoint whose batches are held; after more, a rank that fails ends the run."""
+"""Limit of updates since the last checkpoint whose batches are held; beyond it, a failing rank ends the run."""
 
 
 @dataclass
 class CallHistory:
-    """The calls that bring new ranks to the state of the old ones."""
+    """Calls that bring new ranks to the state of the old ones."""
 
     learner_name: str
     policy_dir: AnyFolder
     state: AnyFolder | None = None
-    """The folder of the state to start at; None is the state after ``build``."""
+    """Folder of the state to start at; None is the state after ``build``."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
-    """The calls since the start: ``("update", batch references)`` and ``("begin_save", writer)``."""
+    """Calls since the start: ``("update", batch references)`` and ``("begin_save", writer)``."""
 
     is_whole: bool = True
     """Whether ``calls`` has every call since the start."""
@@ -46,7 +46,7 @@ class CallHistory:
         self.state, self.calls, self.is_whole = state, [], True
 
     def saved(self, writer: FolderWriter, final: AnyFolder) -> None:
-        """Start at the state that ``begin_save(writer)`` wrote, which is in ``final`` now."""
+        """Start at the state that ``begin_save(writer)`` wrote, now in the folder ``final``."""
         begun = ("begin_save", writer)
         if begun in self.calls:  # else more calls followed it than are held
             later = self.calls[self.calls.index(begun) + 1 :]

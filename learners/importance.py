@@ -1,7 +1,7 @@
-"""Weights of a policy loss that correct for the engine: a token or a sequence was sampled by it, not by the learner.
+"""Weights of a policy loss that correct for the engine, which sampled the tokens in place of the learner.
 
-A ratio is a probability under the learner at the start of the update (``old``) divided by that under the engine that
-sampled (``rollout``). The clipped ratio of the policy loss compares with ``old`` and bounds the update only; a weight
+A ratio is the probability under the learner at the start of the update (``old``), divided by the probability under the
+engine (``rollout``). The clipped ratio of the policy loss compares with ``old`` and bounds the update only; a weight
 corrects for the policy that sampled (Hilton et al., arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298). No gradient
 flows through a weight.
 
@@ -37,14 +37,14 @@ def truncated_importance_weights(
 
 @dataclass(frozen=True)
 class SequenceWeights:
-    """What ``sequence_weights`` found."""
+    """Result of ``sequence_weights``."""
 
     weights_M: torch.Tensor  # [M], of the dtype of the log-probs
     """Factor of each token's policy loss, the same for all tokens of a sequence."""
     ratios_S: torch.Tensor  # [S] of float64
-    """Ratio of the sequence; for ``geometric_mask`` and ``reject`` its geometric mean per token."""
+    """Ratio of the sequence; for ``geometric_mask`` and ``reject`` the geometric mean of its tokens' ratios."""
     is_outside_S: torch.Tensor  # [S] of bool
-    """Outside the bounds: masked, or with ``truncate`` truncated."""
+    """Whether the sequence is outside the bounds: masked, or with ``truncate`` truncated."""
 
 
 def sequence_weights(
@@ -78,7 +78,7 @@ def sequence_weights(
     sequences; those of a group are in TRL, too.
     """
     numbers, index_M = sequence_ids_M.unique(return_inverse=True)
-    # In float64: a GPU adds in any order, and whether a sequence is within the bounds must not depend on it
+    # In float64, since a GPU adds in any order, and whether a sequence is within the bounds must not depend on it
     log_ratios_M = (old_logprobs_M - rollout_logprobs_M).detach().double()
     zeros_S = log_ratios_M.new_zeros(len(numbers))
     logs_S = zeros_S.index_add(0, index_M, log_ratios_M)

@@ -1,4 +1,4 @@
-"""The base of every learning algorithm: from trajectory groups to optimizer steps.
+"""Base of every learning algorithm: from trajectory groups to optimizer steps.
 
 ::
 
@@ -65,53 +65,53 @@ logger = logging.getLogger(__name__)
 
 
 class Learner(ABC):
-    """One learner rank. All ranks make the same calls with the same arguments."""
+    """Learner rank. All ranks make the same calls with the same arguments."""
 
     options_class: ClassVar[type[LearnerOptions]] = LearnerOptions
-    """The legal keys of ``training.options``."""
+    """Class of the legal keys of ``training.options``."""
     has_rollout_logprobs: ClassVar[bool] = True
     """Whether an engine sampled the tokens, so that the batch has ``rollout_logprobs``."""
     trained_kinds: ClassVar[frozenset[TokenKind]] = MODEL_ONLY
-    """What is learned: tokens of the policy. A class may add ``TokenKind.INJECTED``, which code wrote into its turns:
-    the learner's log-probs at the start of the update stand for those of an engine."""
+    """Kinds of tokens that are trained: those of the policy. A class may add ``TokenKind.INJECTED``, tokens that code
+    wrote into its turns: the learner's log-probs at the start of the update replace the engine's for them."""
     uses_old_logprobs: ClassVar[bool] = True
-    """Whether the loss compares with the policy that sampled, if an engine did."""
+    """Whether the loss compares with the policy that sampled, if an engine sampled."""
 
     def __init__(self, config: RunConfig, policy_dir: Path, rank: int = 0, world_size: int = 1) -> None:
         """Store what ``build`` needs: the folder of the policy, and this rank's number out of ``world_size``."""
         self.config = config
         self.policy_dir = Path(policy_dir)
         self.policy_name = str(policy_dir)
-        """Where other processes find the policy: ``policy_dir``, or the name on a hub of which it is a local copy."""
+        """Name of the policy for other processes: ``policy_dir``, or the name on a hub of which it is a local copy."""
         self.policy_reference = ""
-        """See ``Folder.reference``; empty for a path or a name on a hub."""
+        """Value of ``Folder.reference``; empty for a path or a name on a hub."""
         self.rank = rank
         self.world_size = world_size
         self.dtype = DTYPES[config.policy.dtype]
         self.options = self.make_options()
         self.schedule = self.make_schedule()
         self.lr_factor = 1.0
-        """Of ``scale_lr``."""
+        """Factor of the learning rate, set by ``scale_lr``."""
         self.num_updates = 0
         self.num_micro_batches = 0
-        """Trained and scored; ``LearnerGroup`` reads it from another thread, as a sign of progress."""
+        """Number of micro-batches trained and scored; another thread of ``LearnerGroup`` reads it as progress."""
         self.learned: pa.RecordBatch | None = None
-        """What the newest update computed per token, of ``LEARNED_SCHEMA``; on rank 0, where trajectories are kept."""
+        """Values per token of the newest update, in ``LEARNED_SCHEMA``; on rank 0, if trajectories are kept."""
         self.row_tokens = config.learners.row_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
         self.lora = config.learners.lora
         self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES
         self._reference: FrozenModule | None = None
-        self._has_gap = False  # of this update, between engine and learner
+        self._has_gap = False  # whether this update measured the gap between engine and learner
 
-    # What an algorithm overrides
+    # -- Methods that an algorithm overrides --------------------------------------------------------------------------
 
     def make_options(self) -> LearnerOptions:
         """Return the options of this algorithm."""
         return read_options(self.options_class, self.config.training)
 
     def make_schedule(self) -> Schedule:
-        """Return learning rate, epochs and minibatches; the default is that of the ``training`` section."""
+        """Return learning rate, epochs and minibatches; the default takes the ``training`` section."""
         training = self.config.training
         steps = training.num_iterations * training.num_epochs * training.num_minibatches
         return Schedule(
@@ -125,18 +125,18 @@ class Learner(ABC):
         )
 
     def scale_lr(self, factor: float) -> None:
-        """Multiply the learning rate of the configuration by ``factor``; the learner's state keeps it."""
+        """Set the factor of the configuration's learning rate; the learner's state keeps it."""
         self.lr_factor = factor
         schedule = self.make_schedule()
         self.schedule = replace(schedule, lr=factor * schedule.lr)
 
     @property
     def temperature(self) -> float:
-        """The divisor of logits: the sampling temperature, under which the rollout log-probs were computed."""
+        """Divisor of logits: the sampling temperature, under which the rollout log-probs were computed."""
         return self.config.env_runners.temperature
 
     def connect(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
-        """Return the groups that a batch is made of, changed or without some; RLlib's learner connector.
+        """Return the groups of a batch, changed or without some; RLlib's learner connector.
 
         Every rank returns the same for the same groups.
         """
@@ -154,7 +154,7 @@ class Learner(ABC):
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return the columns that ``compute_loss`` needs, by name: ``{"advantages": tensor of [M]}``.
 
-        Names are those of ``TokenColumns`` or new ones. Every rank returns the same values for the whole batch.
+        Names are fields of ``TokenColumns`` or new ones. Every rank returns the same values for the whole batch.
         """
 
     def minibatches(self, batch: TrainBatch, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -163,7 +163,7 @@ class Learner(ABC):
         yield from (part.tolist() for part in np.array_split(order, self.schedule.num_minibatches) if len(part))
 
     def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return columns of the optimizer step on the trajectories ``indices``, each ``[M]`` of the whole batch."""
+        """Return columns of the optimizer step on the trajectories ``indices``, ``[M]`` each for the whole batch."""
         return {}
 
     @abstractmethod
@@ -203,7 +203,7 @@ class Learner(ABC):
     def make_engine(self, module: nn.Module, pretrained: nn.Module, *, rests: bool = False) -> DeepSpeedEngine:
         """Return the engine of a module; with ``learners.lora`` adapters replace the weights of ``pretrained`` in it.
 
-        ``rests`` is that of ``DeepSpeedEngine``.
+        ``rests`` is the argument of ``DeepSpeedEngine``.
         """
         if self.lora is not None:
             from learners.models.lora import add_adapters  # imports peft, 1-2 s
@@ -244,7 +244,7 @@ class Learner(ABC):
         num_trajectories = sum(len(group.trajectories) for group in groups)
         num_kept = len(batch.trajectories) if batch is not None else 0
         del batch, kept
-        trim_heap()  # else another process cannot have the memory of the activations until the next update
+        trim_heap()  # else another process cannot use the memory of the activations until the next update
         return {
             "num_steps": float(meter.num_steps),
             "trajectories": float(num_trajectories),
@@ -292,14 +292,14 @@ class Learner(ABC):
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether the loss weighs by the learner's log-prob less the engine's."""
+        """Whether the loss weighs by the ratio of the learner's and the engine's probabilities."""
         return False
 
     @property
     def _scores_old_logprobs(self) -> bool:
         """Whether the update scores the batch first: to correct several steps, or because ``top_p`` is below 1.
 
-        With ``top_p`` below 1 the engine's log-probs are those of the renormalised nucleus, and so no denominator.
+        With ``top_p`` below 1 the engine's log-probs are of the renormalised nucleus, so they are not a denominator.
         """
         samples_nucleus = self.uses_old_logprobs and self.config.env_runners.top_p < 1
         return samples_nucleus or (self.corrects_sampling and self.schedule.steps_per_update > 1)
@@ -315,8 +315,7 @@ class Learner(ABC):
     def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
         """Take one optimizer step on the ``micro_batches`` of this rank.
 
-        ``columns`` are those of the whole batch; ``num_tokens`` counts the MODEL tokens in the micro-batches of all
-        ranks.
+        ``columns`` covers the whole batch; ``num_tokens`` counts the MODEL tokens in the micro-batches of all ranks.
         """
         # The gap is measured on the first step, whose pass runs under the policy at the start of the update
         measures_gap = meter.num_steps == 0 and not self._has_gap
@@ -364,7 +363,7 @@ class Learner(ABC):
     ) -> torch.Tensor:
         """Run a model over the batch without gradients, shared among the ranks; return ``[M]`` on every rank.
 
-        With ``indices``, run it over these trajectories only; the tokens of the others get 0.
+        With ``indices``, it runs over these trajectories only; the tokens of the others get 0.
         """
         scores = torch.zeros(len(flat.model_positions), device=self.device)
         with torch.no_grad():
@@ -385,7 +384,7 @@ class Learner(ABC):
     def reference_logprobs(self, flat: FlatTrajectories) -> torch.Tensor:
         """Return log-probs of the MODEL tokens under the policy at the start of the stage, ``[M]``.
 
-        With ``learners.lora`` it is the policy without its adapters, else a second policy.
+        With ``learners.lora`` this policy is the trained one without its adapters, else a second model.
         """
         if self.lora is not None:
             from learners.models.lora import adapters_disabled
@@ -401,7 +400,7 @@ class Learner(ABC):
             return self.score(lambda micro_batch: reference(micro_batch).logprobs, flat)
 
     def offload_states(self) -> int:
-        """Move all trained tensors to the host's memory and return the bytes freed; a reference is not moved.
+        """Move all trained tensors to the host's memory and return the freed bytes; a reference is not moved.
 
         An engine reloads them when it is used.
         """
@@ -427,7 +426,7 @@ class Learner(ABC):
         return weights | ({BASE_KEY: np.asarray(self.adapter_base)} if self.adapter_base else {})
 
     def published_tensors(self) -> Iterator[WholeTensor]:
-        """Yield what env runners receive, of ``self.dtype``, a tied tensor once; all ranks gather in the same order.
+        """Yield the tensors for env runners in ``self.dtype``, a tied tensor once; all ranks gather in the same order.
 
         With ``learners.lora``, ``RECEIVING_ENGINES`` receive adapters only.
         """
@@ -435,7 +434,7 @@ class Learner(ABC):
 
     @property
     def adapter_base(self) -> str:
-        """An ``AdapterBase`` as JSON if env runners receive adapters only, else empty."""
+        """``AdapterBase`` as JSON if env runners receive adapters only, else empty."""
         if self.lora is None or not self._sends_adapters:
             return ""
         scaling = self.lora.alpha / self.lora.rank
@@ -449,7 +448,7 @@ class Learner(ABC):
         return bool(model.config.tie_word_embeddings)
 
     def get_parts(self) -> dict[str, Part]:
-        """Return this rank's part of what a resumed run needs beside the folder of the policy."""
+        """Return this rank's part of the state that a resumed run needs besides the folder of the policy."""
         parts: dict[str, Part] = {}
         if self.rank == 0:
             parts["num_updates"] = Part(np.asarray([self.num_updates], dtype=np.int64), 0, ())
@@ -471,7 +470,7 @@ class Learner(ABC):
     def set_state(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Continue from a state of any number of ranks and any ZeRO stage. All ranks call together.
 
-        Build from the policy at the start of the stage, not from a later one: it is the reference of the KL terms.
+        Build from the policy at the start of the stage, not a later one, since it is the reference of the KL terms.
 
         Raises:
             DataError: the state belongs to another model, or a part is missing.
@@ -479,7 +478,7 @@ class Learner(ABC):
         if "num_updates" not in state:
             raise DataError("the learner's state has no num_updates")
         self.num_updates = int(state["num_updates"])
-        self.scale_lr(float(state.get("lr_factor", 1.0)))  # a checkpoint of before has none
+        self.scale_lr(float(state.get("lr_factor", 1.0)))  # checkpoints of earlier versions have none
         for name, engine in self.engines().items():
             with engine.in_use():
                 engine.set_state(state, f"{name}/")
@@ -502,7 +501,7 @@ class Learner(ABC):
             copy.write(Path(directory))
 
     def close(self) -> None:
-        """Let go of the engines and the reference; the learner cannot be used afterwards."""
+        """Release the engines and the reference; the learner cannot be used afterwards."""
         for engine in self.engines().values():
             engine.close()
         if self._reference is not None:
@@ -511,7 +510,7 @@ class Learner(ABC):
 
 
 def _add_gap(meter: Meter, logprobs_M: torch.Tensor, columns: TokenColumns) -> None:
-    """Measure the gap on the tokens that an engine sampled."""
+    """Add the gap on the tokens that an engine sampled to the meter."""
     values = [logprobs_M, columns["rollout_logprobs"], columns.is_fresh]
     if columns.is_sampled is not None:
         values = [None if value is None else value[columns.is_sampled] for value in values]

@@ -1,4 +1,4 @@
-"""All learner ranks as one object: a Learner in the driver, or N Ray actors that step together.
+"""LearnerGroup: all learner ranks as one object, a Learner in the driver or N Ray actors that step together.
 
 ``LearnerGroup`` is in the driver, and each rank is a ``LearnerWorker``. They exist for all stages: ``build("sft",
 folder)``, later ``build("grpo", other_folder)`` in the same processes, which join their process group once. The import
@@ -78,39 +78,39 @@ ActorOptions = Callable[[int], Mapping[str, Any]]
 logger = logging.getLogger(__name__)
 
 BLOCKED_S = 120.0
-"""Longest silence of a process that ends a profile: Python's lock is held while it is read."""
+"""Longest silence in seconds of a process that ends a profile: reading the profile holds Python's lock."""
 FIRST_ANSWER_S = 600.0
-"""Longest time until the first answer: Ray starts the process, whose place is reserved."""
+"""Longest time in seconds until the first answer: Ray starts the process, for which a place is reserved."""
 REPEATED_CALLS = ("update", "begin_save")
-"""Calls that change a learner, or what it writes: a restart repeats those since the last checkpoint."""
+"""Calls that change a learner or its files: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
-"""Between two calls of ``LearnerGroup.on_wait``."""
+"""Seconds between two calls of ``LearnerGroup.on_wait``."""
 
 _HEALTH = "health"
-"""Ray's concurrency group of the pulses."""
+"""Ray's concurrency group for the pulses."""
 _RESUME = "continue from the last checkpoint with --resume"
 
 
 class _BrokenRankError(FleetError):
-    """A rank failed in a way that a restart may repair: killed, crashed, out of memory, a CUDA error."""
+    """A rank failed in a way that a restart may repair: killed, crashed, out of memory, or a CUDA error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress(Pulse):
-    """The pulse of a learner rank."""
+    """Pulse of a learner rank."""
 
     num_micro_batches: int
-    """Since its learner was built."""
+    """Number of micro-batches since its learner was built."""
 
 
 class LearnerGroup:
-    """All learner ranks. Every method returns when every rank has returned."""
+    """Learner ranks. Every method returns when every rank has returned."""
 
     def __init__(self, config: RunConfig, actor_options: ActorOptions | None = None, spare_cpus: int = 0) -> None:
         """Start the actors of ``config.learners``; with ``num_learners = 0`` the learner is in this process.
 
-        ``actor_options`` returns the Ray options of a rank's actor, such as its placement. ``spare_cpus`` are those of
-        its node that no actor reserves: a single rank that reserves none uses as many threads.
+        ``actor_options`` returns the Ray options of a rank's actor, such as its placement. ``spare_cpus`` is the number
+        of CPUs of its node that no actor reserves: a single rank that reserves none uses as many threads.
 
         Raises:
             FleetError: an actor did not start.
@@ -123,7 +123,7 @@ class LearnerGroup:
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
         self.on_wait: Callable[[], None] = lambda: None
-        """Called about once a second while ``update`` waits for actors."""
+        """Callback that runs about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
         hang_timeout_s = self._fault_tolerance.hang_timeout_s
         self._fleet = Fleet[Progress]("learner rank", self._start_rank, _ask, hang_timeout_s, is_gang=True)
@@ -141,11 +141,11 @@ class LearnerGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The actors of the ranks; none if the driver learns, or if a rank failed and was not restarted."""
+        """Actors of the ranks; empty if the driver learns, or if a rank failed and was not restarted."""
         return [rank.actors[0] for rank in self._fleet.members if not rank.is_lost]
 
     def _let_meet(self) -> None:
-        """Let the ranks load their libraries and meet; start all again if one hangs or dies meanwhile."""
+        """Wait until the ranks have loaded their libraries and met; start all again if one hangs or dies before."""
         while True:
             try:
                 host, port = self._call_once("prepare")[0]
@@ -158,7 +158,7 @@ class LearnerGroup:
                 return
 
     def _count_restart(self, failure: _BrokenRankError, *, can_start: bool = True) -> None:
-        """Count a restart; ``FleetError`` if none is possible or there were as many as allowed."""
+        """Count a restart; raises ``FleetError`` if none is possible or the allowed number is used up."""
         if not can_start or self.num_restarts == self._fault_tolerance.max_learner_restarts:
             self._fleet.end_all()
             raise FleetError(f"{failure}; {_RESUME}") from failure.__cause__
@@ -202,7 +202,7 @@ class LearnerGroup:
     def find_lost(self, batch_refs: list[Any]) -> list[int]:
         """Return the positions of the batches that are lost, because the node that had them ended.
 
-        The others are then on the nodes of all ranks, where ``update`` reads them.
+        The other batches are then on the nodes of all ranks, where ``update`` reads them.
         """
         return sorted({index for found in self._call("find_lost", batch_refs) for index in found})
 
@@ -210,7 +210,7 @@ class LearnerGroup:
         """Call a function with the learner of every rank and return the results, by rank.
 
         If a rank fails, the function is called again after the restart. A later restart loses its changes to a learner.
-        ``is_blocking``: the function may keep Python's lock for a minute, in which a rank cannot answer.
+        With ``is_blocking`` it may keep Python's lock for a minute, in which a rank cannot answer.
         """
         with self._fleet.patient(BLOCKED_S) if is_blocking else nullcontext():
             return self._call("apply", function)
@@ -224,7 +224,7 @@ class LearnerGroup:
         return self.foreach_learner(lambda learner: learner.get_weights())[0]
 
     def weights_ref(self) -> Any:
-        """Return a reference to the published weights, which bypass the driver; without actors, the weights.
+        """Return a reference to the published weights, which bypass the driver; without actors, return the weights.
 
         The driver owns the reference, so it stays valid when the rank ends.
         """
@@ -233,7 +233,7 @@ class LearnerGroup:
         return self._call("weights_apart", num_returns=2)[0]
 
     def get_state(self) -> Arrays:
-        """Return what a resumed run needs beside the folder of the policy: whole tensors by name.
+        """Return the state that a resumed run needs besides the folder of the policy: whole tensors by name.
 
         The state is the same for any ZeRO stage and number of ranks: weights and both moments in fp32, 12 bytes per
         trained parameter. A checkpoint does not need it: every rank writes its part.
@@ -277,7 +277,7 @@ class LearnerGroup:
         return all(self._call("is_saved"))
 
     def finish_save(self) -> Digests:
-        """Wait for the write of ``begin_save``, and return what all ranks wrote.
+        """Wait for the write of ``begin_save``, and return the digests of the files of all ranks.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
@@ -286,7 +286,7 @@ class LearnerGroup:
         return {name: digest for written in self._call("finish_save") for name, digest in written.items()}
 
     def saved(self, writer: FolderWriter, final: AnyFolder) -> None:
-        """Start a restart from ``final``, where the output of ``begin_save(writer)`` is now."""
+        """Let a restart begin at ``final``, the folder that now has the output of ``begin_save(writer)``."""
         if self._history is not None:
             self._history.saved(writer, _absolute(final))
 
@@ -311,7 +311,7 @@ class LearnerGroup:
             except _BrokenRankError as error:
                 failure = error
                 continue
-            # a learner in the driver ends with it
+            # a learner in the driver ends with the driver
             if method in REPEATED_CALLS and self._local is None and self._history is not None:
                 self._history.add(method, *arguments)
             return results
@@ -323,7 +323,7 @@ class LearnerGroup:
             raise _BrokenRankError(self._fleet.failure)  # a rank hung while no call was open
         if self.is_stopped:
             raise FleetError("the learner group was stopped; create a new LearnerGroup")
-        actors = [rank.actors[0] for rank in self._fleet.members]  # a call of one that was ended meanwhile fails
+        actors = [rank.actors[0] for rank in self._fleet.members]  # a call of a rank that was ended meanwhile fails
         if num_returns == 1:
             return self._wait([getattr(actor, method).remote(*arguments) for actor in actors], method)
         results = [getattr(a, method).options(num_returns=num_returns).remote(*arguments) for a in actors]
@@ -350,13 +350,13 @@ class LearnerGroup:
                     self._call_once("load_state", history.state)
             for name, argument in calls:
                 self._call_once(name, argument)
-        except KeyboardInterrupt:  # a state in between must not be saved
+        except KeyboardInterrupt:  # a half-restored state must not be saved
             self._fleet.end_all()
             raise
         logger.warning("learner group is back after %.0f s", time.monotonic() - started)
 
     def _wait(self, refs: list[Any], method: str) -> list[Any]:
-        """Wait for every rank. The first error ends all ranks: the others would wait forever in a collective."""
+        """Wait for every rank. The first error ends all ranks, as the others would wait forever in a collective."""
         pending, is_update, began = list(refs), method == "update", time.monotonic()
         results: dict[Any, Any] = {}
         for clock in self._clocks:
@@ -386,7 +386,7 @@ class LearnerGroup:
         return [results[ref] for ref in refs]
 
     def _find_stuck(self, waited_s: float, *, is_update: bool) -> None:
-        """End all ranks, and so their calls, if one makes no progress or has never answered."""
+        """End all ranks, and so their calls, if one makes no progress or has not answered yet."""
         for rank, clock in zip(self._fleet.members, self._clocks, strict=True):
             pulse = rank.pulses.get(0)
             if is_update and (reason := clock.look(None if pulse is None else pulse.num_micro_batches)):
@@ -400,7 +400,7 @@ def _ask(actor: Any) -> Any:
 
 
 def _cause(error: RayError, rank: str, hang: str) -> BaseException:
-    """Return what an error of Ray means that the call of a rank raised; ``hang`` is why all ranks were ended, if so."""
+    """Return the cause of Ray's error from the call of a rank; ``hang`` says why all ranks were ended, if they were."""
     cause: BaseException = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, RagR1Error) or is_no_room(cause):
         return cause
@@ -414,10 +414,10 @@ def _cause(error: RayError, rank: str, hang: str) -> BaseException:
 
 
 class LearnerWorker:
-    """One learner rank: the class of the group's Ray actors, and the learner of a group without actors."""
+    """Learner rank: the class of the group's Ray actors, and the learner of a group without actors."""
 
     def __init__(self, config: RunConfig, rank: int = 0, world_size: int = 1, spare_cpus: int = 0) -> None:
-        """Store the rank; nothing heavy is imported yet. ``spare_cpus`` are used besides those that Ray reserves."""
+        """Store the rank; no heavy import yet. ``spare_cpus`` are used besides the CPUs that Ray reserves."""
         show_life()
         self._config = config
         self._spare_cpus = spare_cpus
@@ -429,7 +429,7 @@ class LearnerWorker:
         self._writing: Future[Digests] | None = None
 
     def prepare(self) -> tuple[str, int]:
-        """Import what learners need and, on rank 0 of several, open the rendezvous' store; return its host and port.
+        """Import learners' libraries and, on rank 0 of several, open the rendezvous' store; return its host and port.
 
         The store listens from now on: another process could take a port that was only looked up. Torch reads the number
         of threads once.
@@ -441,7 +441,7 @@ class LearnerWorker:
         from torch._C._distributed_c10d import TCPStore
 
         torch.set_num_threads(threads)
-        load_object("sft", LEARNERS)  # transformers and DeepSpeed
+        load_object("sft", LEARNERS)  # imports transformers and DeepSpeed
         if self._rank or self._world_size == 1:  # a single rank needs no rendezvous
             return "", 0
         host: str = ray.util.get_node_ip_address()
@@ -489,7 +489,7 @@ class LearnerWorker:
 
     @property
     def learner(self) -> Learner:
-        """The learner of this stage."""
+        """Learner of this stage."""
         if self._learner is None:
             raise RuntimeError("the learner group has no learner; call build() first")
         return self._learner
@@ -507,12 +507,12 @@ class LearnerWorker:
             try:
                 if isinstance(batch, ray.ObjectRef):
                     ray.get(batch)
-            except (ObjectLostError, RayActorError):  # the second is its sampler's
+            except (ObjectLostError, RayActorError):  # RayActorError: its sampler died
                 lost.append(index)
         return lost
 
     def progress(self) -> Progress:
-        """Return the number of micro-batches so far; called in a separate thread while others work."""
+        """Return the number of micro-batches so far; called in a separate thread during other calls."""
         return Progress(Process.current(), self._learner.num_micro_batches if self._learner is not None else 0)
 
     def answer_probe(self, probe: Path) -> str:
@@ -532,7 +532,7 @@ class LearnerWorker:
         return self.learner.get_parts()
 
     def load_state(self, folder: AnyFolder) -> None:
-        """Continue from state files, once they are compared; the ranks of a node share their pages in memory."""
+        """Continue from state files once they match their list; the ranks of a node share their pages in memory."""
         path = compared(folder, LEARNER_PREFIX, (self._rank, self._world_size))
         self.learner.set_state(read_learner(path / LEARNER_FILE))
 
@@ -542,7 +542,7 @@ class LearnerWorker:
             self.learner.save_policy(directory)
 
     def begin_save(self, writer: FolderWriter) -> None:
-        """Copy policy and state; a thread writes what this rank has of them."""
+        """Copy policy and state; a thread writes this rank's part of them."""
         from ragr1_actors.core.models.process_memory import trim_heap
 
         policy, parts = self.learner.take_policy(), self.learner.get_parts()
@@ -555,7 +555,7 @@ class LearnerWorker:
         return self._writing is None or self._writing.done()
 
     def finish_save(self) -> Digests:
-        """Wait for the thread, and return what it wrote.
+        """Wait for the thread, and return the digests of its files.
 
         Raises:
             OSError: the disk is full; or ``SafetensorError``.
@@ -575,7 +575,7 @@ class LearnerWorker:
 def _write_learner(
     writer: FolderWriter, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str
 ) -> Digests:
-    """Write what a rank has of a checkpoint, and return what it wrote; a folder is written with its list."""
+    """Write a rank's part of a checkpoint, and return the digests of its files; a folder is written with its list."""
     with writer.part(rank_part(rank)) as directory:
         # the driver syncs too, but only the node that wrote can flush to a shared file system
         names = [learner_files(rank + 1)[rank]]
@@ -591,5 +591,5 @@ def _write_learner(
 
 
 def _absolute(folder: AnyFolder) -> AnyFolder:
-    """Return the absolute path of a folder, or what is none: a name on a model hub, a ``Folder``."""
+    """Return the absolute path of a folder; a name on a model hub and a ``Folder`` stay as they are."""
     return folder if isinstance(folder, Folder) or not Path(folder).is_dir() else Path(folder).absolute()

@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from learners.importance import SequenceWeights
 
 MAX_LOG_RATIO = 20.0
-"""exp(20) is finite in every dtype in use; the losses clip a ratio that is this far from 1."""
+"""Limit of log-ratios: exp(20) is finite in every used dtype, and the losses clip such ratios anyway."""
 MAX_K3 = 10.0
 """Largest estimate of ``k3_kl`` per token, in nats."""
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What ``Learner.compute_loss`` returns."""
+    """Result of ``Learner.compute_loss``."""
 
     loss: torch.Tensor  # [M]
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Values of shape ``[M]`` by name; reported as means over the MODEL tokens of the update."""
+    """Values of shape ``[M]`` by name; their means over the MODEL tokens of the update are reported."""
     sequences: SequenceWeights | None = None
-    """Ratios of a sequence correction; reported as means and extremes over the sequences of the update."""
+    """Ratios of a sequence correction; their mean and extremes over the sequences of the update are reported."""
 
 
 def propagate_not_finite(loss: torch.Tensor, logprobs_M: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def sequence_log_ratios(
     """Return the mean log-ratio of each token's segment, with the gradient of the token's log-prob.
 
     Zheng et al., Group Sequence Policy Optimization (arXiv:2507.18071): equation 7 is the value, and equation 14
-    (GSPO-token) the gradient. Its mean over the tokens of a sequence is the gradient of the sequence ratio, without a
+    (GSPO-token) the gradient. The mean over the tokens of a sequence is the gradient of the sequence ratio, without a
     sum in autograd.
     """
     log_ratios_M = (logprobs_M - old_logprobs_M).detach()
@@ -116,8 +116,8 @@ def sequence_log_ratios(
 def k1_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
     """Estimate KL(policy, reference) by the log-ratio x: unbiased, of high variance, may be negative.
 
-    Schulman, Approximating KL divergence (2020), estimator k1. For a reward; as a loss it has no effect, since its
-    gradient is the gradient of the log-prob, whose mean over the policy is 0.
+    Schulman, Approximating KL divergence (2020), estimator k1. It is used in a reward; as a loss it has no effect,
+    since its gradient is the gradient of the log-prob, whose mean over the policy is 0.
     """
     return logprobs_M - ref_logprobs_M
 
@@ -125,8 +125,8 @@ def k1_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tenso
 def k2_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tensor:
     """Estimate KL(policy, reference) by half the square of the log-ratio x: never negative, with a small bias.
 
-    Schulman, Approximating KL divergence (2020), estimator k2. As a loss, its gradient is x times that of the
-    log-prob; the mean is the gradient of KL(policy, reference), as wanted (Hu et al., arXiv:2501.03262).
+    Schulman, Approximating KL divergence (2020), estimator k2. As a loss, its gradient is x times the log-prob's; the
+    mean is the gradient of KL(policy, reference) (Hu et al., arXiv:2501.03262).
     """
     return 0.5 * (logprobs_M - ref_logprobs_M).square()
 
@@ -135,14 +135,14 @@ def k3_kl(logprobs_M: torch.Tensor, ref_logprobs_M: torch.Tensor) -> torch.Tenso
     """Estimate KL(policy, reference) by ``exp(-x) - 1 + x`` of the log-ratio x: unbiased, never negative.
 
     Schulman, Approximating KL divergence (2020), estimator k3; GRPO's penalty (arXiv:2402.03300, equation 4). As a
-    loss, its gradient is ``1 - exp(-x)`` times that of the log-prob; the mean is the gradient of KL(reference, policy),
-    which equals that of KL(policy, reference) to first order.
+    loss, its gradient is ``1 - exp(-x)`` times the log-prob's; the mean is the gradient of KL(reference, policy), which
+    equals the gradient of KL(policy, reference) to first order.
 
-    Deviation, as in verl: at most ``MAX_K3``, without a gradient beyond. One token that the policy no longer writes,
-    x = -20, would count 4.9e8 nats.
+    Deviation, as in verl: it is at most ``MAX_K3``, without a gradient beyond. One token that the policy no longer
+    writes, x = -20, would count 4.9e8 nats.
     """
     log_ratio_M = (logprobs_M - ref_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # exp(x) - 1 loses all digits where the policies agree
+    # exp(x) - 1 would lose all digits if the policies agree
     return (torch.expm1(-log_ratio_M) + log_ratio_M).clamp(max=MAX_K3)
 
 
@@ -156,14 +156,14 @@ KL_ESTIMATORS: dict[KLEstimator, Callable[[torch.Tensor, torch.Tensor], torch.Te
 def displacement_penalty(
     logprobs_M: torch.Tensor, old_logprobs_M: torch.Tensor, advantages_M: torch.Tensor, segment_ids_M: torch.Tensor
 ) -> torch.Tensor:
-    """Return how much the likelihood of each token fell that should not fall, in nats per token.
+    """Return the unwanted fall of each token's log-likelihood, in nats per token.
 
     LLDS, the likelihood-displacement regulariser of arXiv:2512.04220: ``max(0, log old - log policy)`` on tokens whose
-    advantage is not negative, in segments whose summed log-likelihood fell below that of the old policy. A segment is a
+    advantage is not negative, in segments whose summed log-likelihood is below the old policy's. A segment is a
     response in the first version of the paper, and an action, here a turn, in the second.
 
-    Written from the paper's abstract and a description of the formula, not from its code. In an update of one step at
-    lag 0 no likelihood has fallen, and the penalty is 0.
+    It was written from the paper's abstract and a description of the formula, not from its code. In an update of one
+    step at lag 0 no likelihood has fallen, and the penalty is 0.
     """
     drops_M = old_logprobs_M - logprobs_M
     is_active_M = (_segment_sums(drops_M.detach(), segment_ids_M) > 0) & (advantages_M >= 0)
@@ -197,8 +197,8 @@ def trajectory_weights(
 def dpo_loss(margins_P: torch.Tensor, beta: float) -> torch.Tensor:
     """Return ``-log sigmoid(beta * margin)`` per pair.
 
-    Rafailov et al., Direct Preference Optimization (arXiv:2305.18290), equation 7. A margin, in nats, is
-    the log-ratio of policy and reference on the better trajectory minus that on the worse one.
+    Rafailov et al., Direct Preference Optimization (arXiv:2305.18290), equation 7. A margin, in nats, is the log-ratio
+    of policy and reference on the better trajectory, minus the log-ratio on the worse one.
     """
     return -logsigmoid(beta * margins_P)
 
@@ -216,7 +216,7 @@ def clipped_value_loss(
 ) -> torch.Tensor:
     """Return half the squared error of the value, or of the value moved by at most ``clip``: the larger of the two.
 
-    From the code of arXiv:1707.06347 (it is not in the paper).
+    The formula is from the code of arXiv:1707.06347 (it is not in the paper).
     """
     clipped_M = old_values_M + (values_M - old_values_M).clamp(-clip, clip)
     return 0.5 * torch.maximum((values_M - returns_M).square(), (clipped_M - returns_M).square())

@@ -1,4 +1,4 @@
-"""What an update reports: means over tokens and steps, and maxima, reduced over all learner ranks.
+"""Metrics of an update: means over tokens and steps, and maxima, reduced over all learner ranks.
 
 Tensors named ``_M`` have shape ``[M]``, one value per MODEL token.
 """
@@ -26,10 +26,10 @@ EDGES = {
 }
 """Edges of each histogram's buckets. A value outside the edges is counted in the first or last bucket."""
 OUTLIER_RATIO = 0.1
-"""If a ratio is further than this from 1 before the first step, engine and learner disagree."""
+"""Distance of a ratio from 1 before the first step beyond which engine and learner disagree."""
 
 _INVERSE_RATIO = "_inverse_sequence_ratio"
-"""Its maximum is kept, and not a minimum, because a rank with dummies only counts as 0."""
+"""Metric whose maximum is kept, instead of the minimum of the ratio, because a rank with dummies only counts as 0."""
 _COUNTS = {
     "logprob_gap_mean": "_gap_tokens",
     "engine_kl": "_gap_tokens",
@@ -40,14 +40,14 @@ _COUNTS = {
     "sequence_ratio_mean": "_sequences",
     "sequences_outside": "_sequences",
 }
-"""The count that divides a sum, where it is not the number of all tokens."""
+"""Count that divides a sum, by metric, if it is not the number of all tokens."""
 
 
 class RatioRecord:
-    """The policy ratio of every MODEL token of a batch, in the last pass over it, on any rank."""
+    """Policy ratios of the MODEL tokens of a batch, in the last pass over each, on any rank."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
-        """Record for a batch of ``num_tokens``; no pass yet."""
+        """Begin a record for a batch of ``num_tokens``, without a pass."""
         self._ratios_M = torch.zeros(num_tokens, device=device)
         self._passes_M = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # number of the newest step, from 1
 
@@ -57,7 +57,7 @@ class RatioRecord:
         self._passes_M[index_M] = step + 1
 
     def gather(self) -> torch.Tensor:
-        """Return ``[M]`` on the CPU, NaN where no pass was. All ranks call together; two never pass the same token."""
+        """Return ``[M]`` on the CPU, NaN for tokens without a pass. All ranks call together, and share no token."""
         if dist.get_world_size() > 1:
             newest_M = self._passes_M.clone()
             dist.all_reduce(newest_M, op=dist.ReduceOp.MAX)
@@ -82,9 +82,9 @@ class Meter:
     def add_layout(self, micro_batches: Iterable[MicroBatch], *, in_blocks: bool) -> None:
         """Count the tokens of linear layers and the query-key pairs of attention, and how many are dummies or padding.
 
-        Tokens that the trajectories of a row have in common pass through linear layers once, and are counted once.
+        Tokens that the trajectories of a row share pass through linear layers once, and are counted once.
 
-        With ``in_blocks``, attention computes the padded pairs of blocks; else those of the sequences only.
+        With ``in_blocks``, attention computes the padded pairs of blocks; else only the pairs of the sequences.
         """
         for micro_batch in micro_batches:
             layout = micro_batch.layout
@@ -111,7 +111,7 @@ class Meter:
                 self._count("ratio", ratios_M)
                 if self._record is not None:
                     self._record.add(micro_batch.column_index, ratios_M, self.num_steps)
-                # NaN has no order, and a maximum over ranks treats it differently in each backend.
+                # NaN has no order, so a maximum over ranks differs between backends.
                 self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
 
     def add_gap(
@@ -119,8 +119,8 @@ class Meter:
     ) -> None:
         """Add tokens that engine and learner have both scored, the learner before the first step of the update.
 
-        Reported as ``logprob_gap_mean`` and ``logprob_gap_max`` (absolute, in nats), ``ratio_outliers`` (share of
-        tokens whose ratio is further than ``OUTLIER_RATIO`` from 1) and ``engine_kl`` (k3 estimate of KL(engine,
+        They are reported as ``logprob_gap_mean`` and ``logprob_gap_max`` (absolute, in nats), ``ratio_outliers`` (share
+        of tokens whose ratio is further than ``OUTLIER_RATIO`` from 1) and ``engine_kl`` (k3 estimate of KL(engine,
         learner), in nats per token). With a policy lag they include the change of the policy since it sampled;
         ``logprob_gap_mean_fresh`` and ``ratio_outliers_fresh`` cover only the tokens ``is_fresh_M``, which the newest
         version of the batch sampled. A gap counts as at most ``MAX_LOG_RATIO``; NaN counts as that maximum.
@@ -150,29 +150,29 @@ class Meter:
         self._max(_INVERSE_RATIO, ratios_S.reciprocal().nan_to_num(nan=math.inf).max())
 
     def add_advantages(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
-        """Add a histogram of the advantages, and the mean log-prob of the tokens where it is positive.
+        """Add a histogram of the advantages, and the mean log-prob of the tokens whose advantage is positive.
 
-        The mean is reported as ``good_logprob``, in nats. It falls when training makes good actions less
-        likely, too: lazy likelihood displacement (arXiv:2512.04220).
+        The mean is reported as ``good_logprob``, in nats. It falls when training makes good actions less likely, too:
+        lazy likelihood displacement (arXiv:2512.04220).
         """
         is_good_M = advantages_M > 0
         self._sums["_good_tokens"] += is_good_M.sum()
-        # a mask as an index would wait for the GPU
+        # an index with a mask would wait for the GPU
         self._sums["good_logprob"] += torch.where(is_good_M, logprobs_M.detach().float(), 0.0).sum()
         self._count("advantage", advantages_M)
 
     def add_values(self, micro_batch: MicroBatch, **values_M: torch.Tensor) -> None:
-        """Add values per MODEL token; they are reported as means."""
+        """Add values per MODEL token; their means are reported."""
         for name, values in values_M.items():
             self._sums[name] += micro_batch.weight * values.detach().float().sum()
 
     def add_step(self, **norms: float) -> None:
-        """Add gradient norms, reported as means over steps. A norm that is not finite counts as a skipped step."""
+        """Add gradient norms; their means over steps are reported. A norm that is not finite means a skipped step."""
         for name, norm in norms.items():
             self._norms[name].append(norm)
 
     def _count(self, name: str, values_M: torch.Tensor) -> None:
-        """Add values to a histogram; ``bincount`` would wait for the GPU."""
+        """Add values to a histogram, without ``bincount``, which would wait for the GPU."""
         inner = torch.tensor(EDGES[name][1:-1], device=values_M.device)
         counts = self._histograms.setdefault(
             name, torch.zeros(len(inner) + 1, dtype=torch.int64, device=values_M.device)
@@ -189,7 +189,7 @@ class Meter:
                 yield f"{HISTOGRAM_PREFIX}{name}/{left:g}/{right:g}", count
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """Return the metrics over all ranks; zeros where no step was taken. All ranks call together."""
+        """Return the metrics over all ranks; zeros if no step was taken. All ranks call together."""
         if self.num_steps == 0:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
-"""The registry of algorithms, and the options of each: ``training.options`` of a recipe.
+"""Registry of algorithms, and the options of each: ``training.options`` of a recipe.
 
-This module imports no torch, so a recipe is checked before any heavy import. Defaults are those of the algorithm's
-paper; the docstring of a learner states where its code differs from the paper.
+This module imports no torch, so a recipe is checked before any heavy import. Defaults are from the algorithm's paper;
+the docstring of a learner states where its code differs from the paper.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ if TYPE_CHECKING:  # imports torch
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy, reference); ``learners/losses.py`` has their formulas and gradients."""
 GROUP_EPSILON = 1e-6
-"""Added to the standard deviation of a group's rewards."""
+"""Number that is added to the standard deviation of a group's rewards."""
 Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
-"""How the token losses of a step are averaged; ``learners.losses.trajectory_weights`` has the formulas."""
+"""Mean over the token losses of a step; ``learners.losses.trajectory_weights`` has the formulas."""
 
 
 CorrectionKind = Literal["truncate", "mask", "geometric_mask", "reject"]
-"""What a sequence correction does; ``learners.importance.sequence_weights`` has the formulas and their sources."""
+"""Kind of sequence correction; ``learners.importance.sequence_weights`` has the formulas and their sources."""
 _BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
     "truncate": (0.0, 2.0),
     "mask": (0.5, 2.0),
     "geometric_mask": (0.99, 1.01),
     "reject": (1e-4, 100.0),
 }
-"""Defaults: those of verl's presets ``decoupled_seq_is`` and ``decoupled_seq_is_rs``, then those that SkyRL's page on
-off-policy correction recommends."""
+"""Default bounds: from verl's presets ``decoupled_seq_is`` and ``decoupled_seq_is_rs``, then from SkyRL's page on
+off-policy correction."""
 
 
 class SequenceCorrection(Section):
     """Weights of whole trajectories that correct for the gap between engine and learner, and for a lag.
 
-    A ratio is a probability under the learner divided by that under the engine that sampled.
+    A ratio is the probability under the learner divided by the probability under the engine that sampled.
     """
 
     kind: CorrectionKind
@@ -50,14 +50,14 @@ class SequenceCorrection(Section):
     the bounds. ``geometric_mask`` weighs it by 0 if the geometric mean of its tokens' ratios is outside, and ``reject``
     if the ratio of any of its tokens is; else by 1."""
     low: float | None = Field(None, ge=0, lt=1)
-    """Least legal ratio; not with ``truncate``. null is 0.5 of ``mask``, 0.99 of ``geometric_mask``, 0.0001 of
+    """Least legal ratio; not with ``truncate``. null is 0.5 for ``mask``, 0.99 for ``geometric_mask``, 0.0001 for
     ``reject``."""
     high: float | None = Field(None, ge=1, le=1e6)
-    """Largest legal ratio. null is 2 of ``truncate`` and ``mask``, 1.01 of ``geometric_mask``, 100 of ``reject``."""
+    """Largest legal ratio. null is 2 for ``truncate`` and ``mask``, 1.01 for ``geometric_mask``, 100 for ``reject``."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest legal ratio; the least of ``truncate`` is 0."""
+        """Least and largest legal ratio; the least is 0 for ``truncate``."""
         low, high = _BOUNDS[self.kind]
         return low if self.low is None else self.low, high if self.high is None else self.high
 
@@ -74,50 +74,51 @@ class SequenceCorrection(Section):
 
 
 class TurnCredit(Section):
-    """Advantages per turn beside those of the trajectory, after GiGPO."""
+    """Advantages per turn, besides the advantages of trajectories, after GiGPO."""
 
     weight: float = Field(1.0, gt=0)
-    """Factor of a turn's advantage; the trajectory's is 1. Default: GiGPO's run with searches, as for ``gamma``."""
+    """Factor of a turn's advantage; the trajectory's is 1. Default: GiGPO's run with searches, like ``gamma``."""
     gamma: float = Field(0.95, ge=0, le=1)
     """Discount per turn."""
 
 
 class LearnerOptions(Section):
-    """Options of an algorithm without options, and the base of all options."""
+    """Options of an algorithm without options, and base of all options."""
 
     min_group_size: ClassVar[int] = 1
     """Least ``training.group_size``."""
 
     def check(self, config: RunConfig) -> None:
-        """Refuse, with a ``ConfigError``, what has no meaning with other keys of the run."""
+        """Refuse, with a ``ConfigError``, options that contradict other keys of the run."""
 
 
 class PolicyGradientOptions(LearnerOptions):
     """Options of every policy gradient."""
 
     clip_low: float | None = Field(None, ge=0)
-    """How far the probability ratio may fall below 1; null takes the algorithm's own value, 0.2 for most."""
+    """Largest fall of the probability ratio below 1; null takes the algorithm's default, 0.2 for most."""
     clip_high: float | None = Field(None, ge=0)
-    """How far the probability ratio may rise above 1; null takes the algorithm's own value, 0.2 for most."""
+    """Largest rise of the probability ratio above 1; null takes the algorithm's default, 0.2 for most."""
     tis_clip: float = Field(0.0, ge=0)
-    """Truncated importance sampling: each token's loss is weighted by its probability under the learner divided by that
-    under the engine that sampled it, truncated at this value. 2 is usual; 0 (default) is off. An update of several
+    """Truncated importance sampling: each token's loss is weighted by its probability under the learner divided by its
+    probability under the engine, truncated at this value. 2 is usual; 0 (default) turns it off. An update of several
     steps needs one more forward pass."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where ``training.kl_coeff`` times the divergence from the reference is added."""
+    """Term to which ``training.kl_coeff`` times the divergence from the reference is added."""
     kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL divergence from the reference; k3 is usual in the loss, k1 in the reward."""
     dual_clip: float = Field(0.0, ge=0)
-    """Largest ratio, above 1 such as 3, that the loss of a token with a negative advantage counts; 0 is no bound."""
+    """Largest ratio, such as 3, that counts in the loss of a token with a negative advantage; 0 sets no bound."""
     llds_coeff: float = Field(0.0, ge=0)
-    """Coefficient of the likelihood-displacement regulariser (LLDS); 0 is off."""
+    """Coefficient of the likelihood-displacement regulariser (LLDS); 0 turns it off."""
     llds_gate: Literal["turn", "trajectory"] = "turn"
     """The unit whose total likelihood must fall before its tokens are regularised."""
     sequence_correction: SequenceCorrection | None = None
-    """Weigh or mask whole trajectories by how far the learner is from the engine: ``{kind: geometric_mask}``; null
-    (default) does not. An update of several steps needs one more forward pass, as with ``tis_clip``."""
+    """Weights or masks of whole trajectories for the gap between learner and engine: ``{kind: geometric_mask}``; null
+    (default) is off. An update of several steps needs one more forward pass, as with ``tis_clip``."""
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a correction that would count the ratio twice, or has no ratio to go by."""
+        """Refuse a correction that would use the ratio twice, or that has no ratio."""
         correction, top_p = self.sequence_correction, config.env_runners.top_p
         if correction is None:
             return
@@ -142,17 +143,20 @@ class PolicyGradientOptions(LearnerOptions):
 
 
 class PPOOptions(PolicyGradientOptions):
-    """Options of PPO; the defaults are those of Search-R1 and RAG-R1."""
+    """Options of PPO; the defaults are from Search-R1 and RAG-R1."""
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: KLEstimator = "k1"
     gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of later rewards per MODEL token; 1 discounts nothing."""
     lambda_: float = Field(1.0, ge=0, le=1)
+    """Lambda of GAE: 1 has no bias from the critic, 0 the least variance."""
     vf_lr: float | None = Field(None, gt=0)
     """Learning rate of the critic; null is ten times ``training.lr``, as in Search-R1 and RAG-R1 (1e-5, 1e-6)."""
     vf_warmup_steps: int = Field(0, ge=0)
     """Optimizer steps over which the critic's learning rate warms up."""
     vf_clip: float = Field(0.5, gt=0)
+    """Largest move of the critic's value from its old one that lowers the value loss (PPO's value clipping)."""
 
 
 class GroupOptions(PolicyGradientOptions):
@@ -160,19 +164,21 @@ class GroupOptions(PolicyGradientOptions):
 
     min_group_size: ClassVar[int] = 2
     drop_zero_variance: bool | None = None
-    """Leave out groups whose rewards are all equal: their advantages are 0. ``null`` (default) leaves them out only
-    where neither ``training.kl_coeff`` nor ``training.entropy_coeff`` gives them a gradient."""
+    """Whether groups whose rewards are all equal are left out: their advantages are 0. ``null`` (default) leaves them
+    out if neither ``training.kl_coeff`` nor ``training.entropy_coeff`` gives them a gradient."""
     max_sampled_batches: int = Field(1, ge=1)
-    """Dynamic sampling: most batches of tasks sampled to fill one with groups whose rewards differ; 1 is off."""
+    """Dynamic sampling: limit of batches of tasks sampled to fill one with groups whose rewards differ; 1 is off."""
     aggregation: Aggregation = "token_mean"
+    """Mean of the token losses of a step: over all tokens, over trajectories, or sums divided by
+    ``max_model_tokens``."""
     max_model_tokens: int = Field(0, ge=0)
-    """Most MODEL tokens per trajectory: the constant of ``aggregation`` and the limit of ``overlong_share``; 0 is the
-    number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
+    """Limit of MODEL tokens per trajectory: the constant of ``aggregation`` and the limit of ``overlong_share``; 0 is
+    the number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
-    """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 is off."""
+    """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 turns it off."""
     turn_credit: TurnCredit | None = None
-    """Compare turns of a group that begin in the same state, too: ``{weight: 1, gamma: 0.95}``; null (default) does
-    not."""
+    """Credit for turns, compared with turns of the group that begin in the same state: ``{weight: 1, gamma: 0.95}``;
+    null (default) turns it off."""
 
 
 class DrGRPOOptions(GroupOptions):
@@ -216,25 +222,25 @@ class CISPOOptions(GroupOptions):
 
     drop_zero_variance: bool | None = True
     dual_clip: float = Field(0.0, ge=0, le=0)
-    """Only 0: CISPO bounds the ratio already."""
+    """Only 0 is legal: CISPO already bounds the ratio."""
 
 
 class PreferenceOptions(LearnerOptions):
-    """Options of DPO and IPO, whose pairs are of one group."""
+    """Options of DPO and IPO; the two trajectories of a pair are in one group."""
 
     min_group_size: ClassVar[int] = 2
     beta: float = Field(0.1, gt=0)
-    """Strength of the pull towards the reference; tau in IPO's paper."""
+    """Strength of the pull towards the reference; named tau in IPO's paper."""
 
 
 OptionsT = TypeVar("OptionsT", bound=LearnerOptions)
 
 
 def read_options(options_class: type[OptionsT], training: TrainingSettings) -> OptionsT:
-    """Validate ``training.options``, and ``training.group_size`` for the algorithm that has them.
+    """Validate ``training.options``, and ``training.group_size``, for the algorithm of ``options_class``.
 
     Raises:
-        ConfigError: an unknown name, a wrong type or a value out of range; names algorithm and option.
+        ConfigError: a name is unknown, a type wrong or a value out of range; it names algorithm and option.
     """
     if training.group_size < options_class.min_group_size:
         raise ConfigError(
@@ -265,14 +271,14 @@ _ALGORITHMS: dict[str, tuple[str, type[LearnerOptions]]] = {
 LEARNERS: dict[str, type[Learner] | str] = {
     name: f"learners.algorithms.{learner}" for name, (learner, _) in _ALGORITHMS.items()
 }
-"""Learner classes by the value of ``training.algorithm``; a class is imported when it is used."""
+"""Learner classes by the value of ``training.algorithm``; a class is imported at its first use."""
 
 OPTIONS = {name: options for name, (_, options) in _ALGORITHMS.items()}
 """``options_class`` of every learner, without importing the learner."""
 
 
 def learner_options(training: TrainingSettings) -> LearnerOptions:
-    """Return the validated options of ``training.algorithm``; only a custom algorithm is imported for it.
+    """Return the validated options of ``training.algorithm``; only a custom algorithm is imported.
 
     Raises:
         ConfigError: an option is unknown or has an illegal value, or the algorithm does not exist.

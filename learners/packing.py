@@ -7,12 +7,12 @@
                   ──plan────► [rank][micro-batch]   indices of sequences; every rank computes the same plan
                   ──pack────► MicroBatch            one row [T], and where it predicts its MODEL tokens
 
-A sequence is what the model reads from its first token on: a trajectory, or each of ``Trajectory.rows`` where its
-conversation was rewritten. Those of a group begin with the same prompt, and often with the same calls and results. A
-row holds such a common beginning once. Under causal attention its tokens have the same hidden states in every sequence,
-and their gradients add up over the sequences.
+A sequence is the input of the model from its first token: a trajectory, or each of ``Trajectory.rows`` if its
+conversation was rewritten. Sequences of a group begin with the same prompt, and often with the same calls and results.
+A row holds such a common beginning once. Under causal attention its tokens have the same hidden states in every
+sequence, and their gradients add up over the sequences.
 
-What a loss reads per MODEL token (advantages, old log-probs) is in ``TokenColumns`` of length M;
+The inputs of a loss per MODEL token (advantages, old log-probs) are in ``TokenColumns`` of length M;
 ``MicroBatch.column_index`` selects the entries of a micro-batch.
 """
 
@@ -33,21 +33,21 @@ from numpy.typing import NDArray
 from ragr1_actors.core.types import TokenKind, Trajectory
 
 MAX_BLOCK_PADDING = 0.125
-"""Largest share of padding in a block; above it a new block begins. More blocks mean more kernel calls."""
+"""Largest share of padding in a block, above which a new block begins. More blocks need more kernel calls."""
 MIN_SHARED = 0.125
-"""Smallest share of its tokens that a sequence has in common with another one to be bundled with it, and of a row's
-to be computed once: what shorter beginnings save, the copies before attention cost."""
+"""Smallest share of tokens that a sequence must have in common with another one to be bundled with it, and that a row
+must save to be computed once: smaller savings cost as much as the copies before attention."""
 _COPIED = 0.125
-"""What a token counts that the row has already, in tokens: its copies in attention. With SmolLM2-135M in bfloat16 flash
+"""Cost of a token that the row already has, in tokens: its copies in attention. With SmolLM2-135M in bfloat16 flash
 attention keeps 3.1 KB of them per layer: query, output, and three heads of keys and values. The activations of a token
 take ten times as much."""
 _BUNDLES_PER_RANK = 4
-"""At least, of sequences that begin alike: larger bundles would leave the ranks with unequal work."""
+"""Least number of bundles per rank: larger bundles would leave the ranks with unequal work."""
 
 
 @dataclass(frozen=True)
 class FlatTrajectories:
-    """All tokens of N trajectories, one after another, which are S sequences."""
+    """Tokens of N trajectories, one after another, in S sequences."""
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     offsets: NDArray[np.int64]  # [S + 1], where each sequence begins in the tokens, and where the last one ends
@@ -76,7 +76,7 @@ class FlatTrajectories:
 
     @property
     def trajectory_offsets(self) -> NDArray[np.int64]:
-        """Where each trajectory begins, counted in MODEL tokens, and where the last one ends, ``[N + 1]``."""
+        """Position where each trajectory begins, counted in MODEL tokens, and where the last one ends, ``[N + 1]``."""
         return self.model_offsets[self.first_sequences]
 
     def sequences(self, trajectories: Sequence[int]) -> list[int]:
@@ -87,13 +87,13 @@ class FlatTrajectories:
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring sequences with as many queries and keys, about, which block attention pads to the largest of them.
+    """Neighbouring sequences with similar numbers of queries and keys, which block attention pads to the largest.
 
     The queries of a sequence are its tokens in the row, its keys all its tokens.
     """
 
     start: int
-    """First token in the row."""
+    """Position of the first token in the row."""
     stop: int
     num_seqs: int
     num_queries: int
@@ -101,17 +101,17 @@ class Block:
     num_keys: int
     """Largest number of keys of a sequence."""
     slots: torch.Tensor | None  # [stop - start] of int64
-    """Position of every token in the padded ``[num_seqs * num_queries]``; None where nothing is padded."""
+    """Position of every token in the padded ``[num_seqs * num_queries]``; None if nothing is padded."""
     keys: torch.Tensor | None = None  # [num_seqs * num_keys] of int64
-    """Position in the row of every key, 0 in the padding; None where all sequences are whole in the row."""
+    """Position in the row of every key, 0 in the padding; None if all sequences are whole in the row."""
     num_common: torch.Tensor | None = None  # [num_seqs] of int64
-    """Keys of each sequence before that of its first query; None with ``keys``."""
+    """Number of keys of each sequence before its first query's key; None with ``keys``."""
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What is added to the scores, 0 or -inf, ``[num_seqs, 1, num_queries, num_keys]``; None where all is causal.
+        """Return the addend of the scores, 0 or -inf, ``[num_seqs, 1, num_queries, num_keys]``; None if all is causal.
 
-        Made when block attention first asks: flash attention needs none, and it grows with the square of the length.
-        All layers have the same one: of a mask of booleans torch would make one per layer, and keep it.
+        It is made when block attention first asks: flash attention needs none, and it grows with the square of the
+        length. All layers share it; torch would make one per layer of a mask of booleans, and keep it.
         """
         if self.num_common is None:
             return None
@@ -140,14 +140,14 @@ class Bundle:
 
     members: tuple[int, ...]
     num_computed: int
-    """Their tokens, those in common counted once."""
+    """Number of their tokens; common tokens count once."""
     size: float
-    """What they take of a micro-batch's budget, in tokens."""
+    """Share of a micro-batch's budget that they use, in tokens."""
 
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """How the row, which holds every token once, relates to its sequences, one after another and each whole.
+    """Map between a row, which holds every token once, and its whole sequences, one after another.
 
     The sequences ``[a b c]`` and ``[a b d]`` are the row ``[a b c d]``: ``spread`` is ``[0, 1, 2, 0, 1, 3]`` and
     ``origin`` is ``[0, 1, 2, 5]``. In the row the second sequence is ``[d]``.
@@ -163,23 +163,23 @@ class SharedTokens:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the sequences of a packed row lie; the attention function receives it as the keyword ``packing``."""
+    """Positions of the sequences in a packed row; the attention function receives it as the keyword ``packing``."""
 
     blocks: tuple[Block, ...]
     boundaries: torch.Tensor  # [num_seqs + 1] of int32
-    """Where each sequence begins, and where the last one ends, all of them whole: ``[0, 5, 9, 11, 13]``."""
+    """Positions where the sequences begin if all are whole, and where the last one ends: ``[0, 5, 9, 11, 13]``."""
     max_len: int
     padded_cells: int
     """Query-key pairs of all blocks, padding included."""
     useful_cells: int
     """Query-key pairs of the sequences alone."""
     num_tokens: int
-    """Tokens of all sequences; those in common count once per sequence."""
+    """Number of tokens of all sequences; common tokens count once per sequence."""
     shared: SharedTokens | None = None
-    """None where every token of the sequences is in the row."""
+    """Map of the row to its sequences; None if every token of the sequences is in the row."""
 
     def for_one_pass(self) -> PackedLayout:
-        """Return a copy whose blocks have no bias yet: what a pass makes is gone with it."""
+        """Return a copy whose blocks have no bias, so that the biases of a pass are freed with it."""
         return replace(self, blocks=tuple(replace(block) for block in self.blocks))
 
     def to(self, device: torch.device) -> PackedLayout:
@@ -200,10 +200,10 @@ class MicroBatch:
     column_index: torch.Tensor  # [M] of int64, index of each MODEL token in ``TokenColumns``; always on the host
     layout: PackedLayout
     weight: float
-    """1; 0 for a dummy, which a rank runs because ZeRO-3's collectives need equally many passes on every rank."""
+    """Weight 1, or 0 for a dummy: ZeRO-3's collectives need equally many passes on every rank."""
     predicted_by: torch.Tensor | None = None  # [M] of int64
-    """Entry of ``predict_positions`` for each MODEL token; None where each has its own. Sequences with the same
-    token after the same tokens have one entry: P is at most M."""
+    """Entry of ``predict_positions`` for each MODEL token; None if each has an entry. Sequences with the same token
+    after the same tokens share an entry: P is at most M."""
 
     @property
     def num_tokens(self) -> int:
@@ -234,7 +234,7 @@ MODEL_ONLY = frozenset((TokenKind.MODEL,))
 
 
 def flatten(trajectories: Sequence[Trajectory], trained_kinds: frozenset[TokenKind] = MODEL_ONLY) -> FlatTrajectories:
-    """Concatenate trajectories and number their MODEL tokens; tokens of other ``trained_kinds`` count as such.
+    """Concatenate trajectories and number their MODEL tokens; tokens of other ``trained_kinds`` count as MODEL.
 
     Raises:
         ValueError: a sequence starts with a token that is trained, which no earlier token can predict.
@@ -268,11 +268,11 @@ def _is_trained(kinds: NDArray[np.uint8], trained: list[TokenKind]) -> NDArray[n
 
 
 def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_tokens: int) -> list[Bundle]:
-    """Bundle the sequences ``indices`` that begin alike, each bundle of a size of at most ``max_tokens``.
+    """Bundle the sequences ``indices`` that begin alike; the size of a bundle is at most ``max_tokens``.
 
-    Sorted by their tokens, every sequence stands next to the one with which it has the longest beginning in common.
-    Of the tokens of groups of eight, .47 are computed on 2WikiMultihopQA, .19 in the generated world (SmolLM2-135M,
-    ``python -m benchmarks.real.shared_prefixes RUN``).
+    Sorted by their tokens, every sequence is next to the one with which it shares the longest beginning. With groups of
+    eight, .47 of the tokens are computed on 2WikiMultihopQA, and .19 in the generated world (SmolLM2-135M, ``python -m
+    benchmarks.real.shared_prefixes RUN``).
     """
     lengths = flat.lengths
     limit: float = max_tokens
@@ -291,7 +291,7 @@ def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_t
 
 
 def _sorted_by_tokens(flat: FlatTrajectories, indices: Sequence[int]) -> list[int]:
-    """Sort sequences as texts are sorted: of two the one with the smaller token where they first differ."""
+    """Sort sequences as texts are sorted: the one with the smaller token at their first difference comes first."""
 
     def key(index: int) -> bytes:  # big-endian bytes compare as the numbers do
         return flat.token_ids[flat.offsets[index] : flat.offsets[index + 1]].astype(">u8").tobytes()
@@ -352,7 +352,7 @@ def plan(
 
 
 def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put each bundle into the first micro-batch with room. For decreasing sizes: at most 11/9 of the optimum."""
+    """Put each bundle into the first micro-batch with room: for decreasing sizes at most 11/9 of the optimum."""
     micro_batches: list[list[int]] = []
     room: list[float] = []
     for index in share:
@@ -368,9 +368,9 @@ def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) ->
 def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = math.inf) -> MicroBatch:
     """Pack the sequences ``indices`` into one row; without any, return a dummy of weight 0.
 
-    The row has the sequences in the order of ``indices`` where it holds them whole, else by the number of their own
-    tokens in it. It holds them whole where they have less than ``MIN_SHARED`` in common, and fit into ``max_tokens``:
-    bundles are planned as if every beginning in common were computed once.
+    The row has the sequences in the order of ``indices`` if it holds them whole, else by the number of their own tokens
+    in it. It holds them whole if they have less than ``MIN_SHARED`` in common and fit into ``max_tokens``: bundles are
+    planned as if every common beginning were computed once.
     """
     chosen = list(indices) if len(indices) else [int(np.diff(flat.offsets).argmin())]
     num_common, lengths_N = _num_common(flat, chosen), flat.lengths
@@ -408,7 +408,7 @@ def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = mat
 
 
 def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int]:
-    """Return for every sequence how many tokens it begins with that the one before it has, sorted by tokens."""
+    """Return for every sequence, sorted by tokens, how many tokens at its beginning the sequence before it also has."""
     found, before = {}, -1
     for index in _sorted_by_tokens(flat, indices):
         found[index] = _common(flat, before, index) if before >= 0 else 0
@@ -417,7 +417,7 @@ def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int
 
 
 def _share(flat: FlatTrajectories, chosen: list[int], num_common: dict[int, int]) -> SharedTokens:
-    """Give every token that sequences have in common to the first of them, sorted by tokens: ``num_common``."""
+    """Give the tokens that sequences have in common, ``num_common``, to the first of them in the order of tokens."""
     lengths = flat.lengths
     own = [lengths[index] - num_common[index] for index in chosen]
     own_lengths = np.array(own, np.int64)
@@ -445,7 +445,7 @@ def packed_layout(
 ) -> PackedLayout:
     """Group neighbouring sequences into blocks. Sorted lengths give the fewest blocks; the result is the same.
 
-    ``num_common`` counts, per sequence, the tokens at its beginning that belong to another one, as ``shared`` says.
+    ``num_common`` counts, per sequence, the tokens at its beginning that belong to another one; see ``shared``.
     """
     common = [0] * len(lengths) if num_common is None else num_common
     own = [length - count for length, count in zip(lengths, common, strict=True)]
@@ -480,7 +480,7 @@ def _padding(counts: Sequence[int]) -> float:
 
 
 def _block(start: int, own: Sequence[int], lengths: Sequence[int]) -> Block | None:
-    """Return the block of sequences; None where none of them has a token in the row."""
+    """Return the block of sequences; None if none of them has a token in the row."""
     used, num_queries = sum(own), max(own)
     if not used:
         return None

@@ -1,4 +1,4 @@
-"""A profile of the learner in this process: a timeline for Perfetto or Chrome, and operators by the time in them.
+"""Profile of the learner in this process: a timeline for Perfetto or Chrome, and the seconds in each operator.
 
 The driver imports this module too, and needs no torch.
 """
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankProfile:
-    """What a rank did while it was profiled."""
+    """Timeline and operator times of a profiled rank."""
 
     timeline: bytes
-    """JSON of Chrome's trace format, compressed with gzip."""
+    """Timeline as JSON in Chrome's trace format, compressed with gzip."""
     operators_s: dict[str, float]
-    """Seconds in each operator, without those that it called: of the GPU where it has one, else of the CPU."""
+    """Seconds in each operator, without the operators that it called: on the GPU if there is one, else on the CPU."""
 
 
 _running: list[profile] = []
-"""The profile of this process, if one is under way."""
+"""Profile of this process, if one is running."""
 
 
 def start_profile(learner: Learner) -> None:
-    """Begin to profile all threads of this process; a profile that was under way is dropped."""
+    """Begin to profile all threads of this process; a running profile is dropped."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -46,7 +46,7 @@ def start_profile(learner: Learner) -> None:
 
 
 def stop_profile(learner: Learner) -> RankProfile | None:
-    """End the profile and return it; None if this process has begun none, as after a restart."""
+    """End the profile and return it; None if this process has begun none, such as after a restart."""
     if not _running:
         return None
     found = _running.pop()
@@ -59,10 +59,10 @@ def stop_profile(learner: Learner) -> RankProfile | None:
 
 
 def operators_s(events: Iterable[FunctionEventAvg], *, on_gpu: bool) -> dict[str, float]:
-    """Return the seconds in each operator, without those that it called: ``{"aten::mm": 4.2, ...}``.
+    """Return the seconds in each operator, without the operators that it called: ``{"aten::mm": 4.2, ...}``.
 
-    A kernel's time is in that of the operator that started it. The profiler also returns kernels as events of the
-    device, which are left out: else every cost would be named twice.
+    The time of a kernel counts for the operator that started it. The profiler also returns kernels as events of the
+    device, which are left out: else every cost would be counted twice.
     """
     from torch._C._autograd import DeviceType
 

@@ -1,6 +1,6 @@
-"""StepClock: tells a learner rank that waits for ever inside a call from one that works on something long.
+"""StepClock: tells a learner rank that hangs inside a call from one whose work takes long.
 
-A rank that is stopped, swapped out or cut off does not answer: the ``Watchdog`` of its fleet ends it.
+A rank that is stopped, swapped out or cut off does not answer, and the ``Watchdog`` of its fleet ends it.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 STEPS = 3
-"""A rank may take this many times the longest step so far until the next."""
+"""Factor: a rank may take this many times its longest step so far until the next step ends."""
 FIRST_STEP_S = 600.0
 """Time limit of every step of the first call: it may load a reference model and compile kernels."""
 _UNSEEN_S = 4.0
-"""Between two looks; a driver that stood still for longer, by Ctrl-Z or a slow storage, has seen nothing meanwhile."""
+"""Seconds between two looks above which nothing counts as seen: the driver stood still, by Ctrl-Z or a slow storage."""
 
 
 @dataclass(slots=True)
 class StepClock:
-    """When a rank last made progress, and how long its steps take. ``look`` is to be called about once a second."""
+    """Time of a rank's last progress, and the length of its steps. Call ``look`` about once a second."""
 
     timeout_s: float
-    """Twice this time is allowed at least: where all wait for a rank that does not answer, that one is named."""
+    """Half of the least limit of a step: a rank that does not answer is found first, while the others wait for it."""
     clock: Callable[[], float] = time.monotonic
     _progress: int | None = field(default=None, init=False)
     _moved_s: float = field(default=0.0, init=False)
     _looked_s: float = field(default=0.0, init=False)
     _longest_s: float = field(default=0.0, init=False)
     _is_known: bool = field(default=False, init=False)
-    """Whether a whole call has ended, so that ``_longest_s`` says how long a step takes."""
+    """Whether a whole call has ended, so that ``_longest_s`` is the length of a step."""
 
     def begin_work(self) -> None:
         """Expect progress from now on; nothing was observed since the last call."""
         self._moved_s = self._looked_s = self.clock()
 
     def end_work(self) -> None:
-        """Count the time since the last progress as a step, and the call as a whole one."""
+        """Count the time since the last progress as a step, and the call as complete."""
         self._note_step()
         self._is_known = True
 
     def look(self, progress: int | None) -> str:
-        """Return why the rank hangs, or nothing, given its newest number of micro-batches; None before it is known."""
+        """Return why the rank hangs, else "", given its number of micro-batches so far; None before it is known."""
         now = self.clock()
         self._moved_s += max(0.0, now - self._looked_s - _UNSEEN_S)
         self._looked_s = now

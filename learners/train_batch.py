@@ -1,4 +1,4 @@
-"""What one update learns from: the trajectories with a gradient, and typed columns of numbers per MODEL token."""
+"""Batch of one update: the trajectories with a gradient, and typed columns of numbers per MODEL token."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """What a loss reads per MODEL token: tensors of shape ``[M]`` in the order of the batch, float32 unless noted.
+    """Inputs of a loss per MODEL token: tensors of shape ``[M]`` in the order of the batch, float32 unless noted.
 
-    A column is set once and never changes its meaning. ``columns.advantages`` is the tensor, or None where the recipe
-    does not need the column. ``columns["advantages"]`` is the tensor, and raises ``ConfigError`` where it is missing;
-    a column that a custom learner adds under another name (``own``) is read in this way only.
+    A column is set once and never changes its meaning. ``columns.advantages`` is the tensor, or None if the recipe does
+    not need the column. ``columns["advantages"]`` is the tensor, and raises ``ConfigError`` if it is missing; columns
+    of a custom learner (``own``) are read in this way only.
     """
 
     trajectory_ids: torch.Tensor
-    """int64: index into ``TrainBatch.trajectories``."""
+    """Index into ``TrainBatch.trajectories``, int64."""
     sequence_ids: torch.Tensor
-    """int64: number of the sequence, which is the trajectory, or a row of it where its conversation was rewritten. All
-    tokens of a sequence are in one micro-batch."""
+    """Number of the sequence, int64: the trajectory, or a row of it if its conversation was rewritten. All tokens of a
+    sequence are in one micro-batch."""
     rollout_logprobs: torch.Tensor | None = None
     """Log-prob, in nats, under the engine and the sampling temperature; None for demonstrations, which no engine
     sampled."""
     old_logprobs: torch.Tensor | None = None
-    """Denominator of the policy ratio: ``Trajectory.behaviour_logprobs`` where a trajectory has them (NaN where not,
-    until ``Learner.fill_columns``). Else the learner's log-prob at the start of the update where ``tis_clip`` or
-    ``sequence_correction`` is set or ``env_runners.top_p < 1``, and otherwise equal to ``rollout_logprobs``. If the
-    update has only one optimizer step and nothing else needs the learner's log-probs before, a correction leaves it
-    None until ``compute_loss``: the pass of the step gives it."""
+    """Denominator of the policy ratio: ``Trajectory.behaviour_logprobs`` if a trajectory has them (else NaN until
+    ``Learner.fill_columns``). Otherwise it is the learner's log-prob at the start of the update if ``tis_clip`` or
+    ``sequence_correction`` is set or ``env_runners.top_p < 1``, else ``rollout_logprobs``. If the update has only one
+    optimizer step and nothing else needs the learner's log-probs before, a correction leaves it None until
+    ``compute_loss``: the pass of the step gives it."""
     ref_logprobs: torch.Tensor | None = None
-    """Log-prob under the reference, the policy at the start of the stage; where a KL term is in the loss."""
+    """Log-prob under the reference, the policy at the start of the stage; set if a KL term is in the loss."""
     rollout_kl: torch.Tensor | None = None
-    """Estimate of KL(policy, reference) before the first step; where a KL term is in the reward."""
+    """Estimate of KL(policy, reference) before the first step; set if a KL term is in the reward."""
     advantages: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    """The critic's value before the token, before the first step of the update (PPO)."""
+    """Value of the critic before the token, before the first step of the update (PPO)."""
     returns: torch.Tensor | None = None
     """Target of the critic: advantage plus ``values``, before whitening (PPO)."""
     is_sampled: torch.Tensor | None = None
-    """bool: an engine sampled the token; None where it sampled all. ``rollout_logprobs`` of the others, which
-    ``Learner.trained_kinds`` takes besides, are the learner's own at the start of the update."""
+    """Whether an engine sampled the token, bool; None if it sampled all. The other tokens are trained by
+    ``Learner.trained_kinds``; their ``rollout_logprobs`` are the learner's at the start of the update."""
     is_fresh: torch.Tensor | None = None
-    """bool: the newest policy version of the batch sampled the token; None where the batch has one version only."""
+    """Whether the newest policy version of the batch sampled the token, bool; None if there is only one version."""
     segment_ids: torch.Tensor | None = None
-    """int64: number of the turn or trajectory; with ``llds_coeff``."""
+    """Number of the turn or trajectory, int64; set with ``llds_coeff``."""
     loss_weights: torch.Tensor | None = None
-    """Factor of the token's loss; where the mean of a step is not one over all its tokens."""
+    """Factor of the token's loss; set if the step does not average over all its tokens."""
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Columns of an algorithm or a custom learner beside those above."""
+    """Columns of an algorithm or a custom learner besides those above."""
 
     @property
     def present(self) -> dict[str, torch.Tensor]:
-        """Every column that is set, by name."""
+        """Columns that are set, by name."""
         typed = {name: column for name, column in vars(self).items() if name != "own" and column is not None}
         return typed | dict(self.own)
 
@@ -79,7 +79,7 @@ class TokenColumns:
         return self.present[name]
 
     def with_columns(self, new: Mapping[str, torch.Tensor], source: str) -> TokenColumns:
-        """Return these columns and ``new`` ones; ``source`` is their method: ``MyLearner.compute_advantages``.
+        """Return these columns and ``new`` ones; ``source`` names their method: ``MyLearner.compute_advantages``.
 
         Raises:
             ConfigError: ``new`` is not a dict, a value is not a tensor of ``[M]``, or a column is set already.
@@ -93,15 +93,15 @@ class TokenColumns:
         return _columns(self.present | dict(new))
 
     def lacks_logprobs(self, corrects: bool) -> bool:
-        """Whether the learner's own log-probs are needed before the first step; see ``with_denominator``."""
+        """Return whether the learner's log-probs are needed before the first step; see ``with_denominator``."""
         return self.is_sampled is not None or (corrects and self.old_logprobs is not None)
 
     def with_denominator(self, own_M: torch.Tensor | None, *, is_denominator: bool, corrects: bool) -> TokenColumns:
         """Return the columns with ``old_logprobs`` for every token.
 
-        ``own_M`` are the learner's log-probs at the start of the update, which stand for those of an engine where none
-        sampled the token, and with ``is_denominator`` are that of the ratio. Where the policy that acted is known, the
-        ratio has it already, and a correction (``corrects``) has nothing left to weigh.
+        ``own_M`` are the learner's log-probs at the start of the update. They replace an engine's for tokens that no
+        engine sampled, and are the denominator of the ratio with ``is_denominator``. If the policy that acted is known,
+        it is the denominator, and a correction (``corrects``) has no effect.
         """
         rollout_M, acted_M = self["rollout_logprobs"], self.old_logprobs
         if own_M is not None and self.is_sampled is not None:
@@ -135,7 +135,7 @@ def check_shape(where: str, values: torch.Tensor, num_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The trajectories of one update, and what is known of their MODEL tokens."""
+    """Trajectories of one update, with the columns of their MODEL tokens."""
 
     trajectories: list[Trajectory]  # [N], without failures
     group_ids: list[int]  # [N], number of the trajectory group
@@ -172,10 +172,10 @@ def make_batch(
     has_rollout_logprobs: bool,
     trained_kinds: frozenset[TokenKind] = MODEL_ONLY,
 ) -> TrainBatch | None:
-    """Leave out the trajectories that have no gradient; return None where no trajectory is left.
+    """Return the batch of the trajectories with a gradient, or None if there are none.
 
     ``select_members`` gets the trajectories of a group that did not fail and have MODEL tokens, and returns those to
-    learn from. ``has_rollout_logprobs`` tells whether an engine sampled the tokens; ``trained_kinds`` are learned.
+    train on. ``has_rollout_logprobs`` tells whether an engine sampled the tokens; ``trained_kinds`` are trained.
     """
     trajectories: list[Trajectory] = []
     group_ids: list[int] = []
@@ -212,7 +212,7 @@ def make_batch(
 
 
 def learned_columns(batch: TrainBatch, ratios_M: torch.Tensor) -> pa.RecordBatch:
-    """Return advantages and ratios by trajectory, of ``LEARNED_SCHEMA``; advantages are null where none are used."""
+    """Return advantages and ratios by trajectory, in ``LEARNED_SCHEMA``; advantages are null if there are none."""
     columns, offsets = batch.columns, batch.flat.trajectory_offsets
     kept: slice | torch.Tensor = slice(None)
     if columns.is_sampled is not None:  # a file has values for MODEL tokens only

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from retrieval.indexes.faiss_file import FaissFile
 
 NUM_COMPARED = 256
-"""Passages that are encoded, evenly spread, so that a part in another order is among them."""
+"""Number of passages that are encoded, evenly spread, so that some come from a part in another order."""
 LEAST_COSINE = 0.999
-"""Mean cosine of passages and their vectors, where the file has kept the vectors. Passages of the generated
-world by all-MiniLM-L6-v2: .986 without their titles, .47 with each other's neighbour's vector
+"""Least mean cosine of passages and their vectors, if the file has kept the vectors. Passages of the generated world by
+all-MiniLM-L6-v2: .986 without their titles, .47 with each other's neighbour's vector
 (``tests/test_real_encoder.py``)."""
 LEAST_FIRST = 0.95
-"""Share of passages that are nearest to their own vector among those compared, where the file has kept less."""
+"""Least share of passages whose own vector is the nearest among those compared, if the file has kept codes only."""
 _SHARD_FILE = "shard-0000.faiss"
 _LENGTH_ERROR, _MEAN_LENGTH_ERROR = 0.01, 0.05
 
@@ -65,29 +65,29 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Match:
-    """How the vectors of a file agree with what an encoder makes of their passages."""
+    """Agreement of a file's vectors with the vectors that an encoder makes of their passages."""
 
     layout: str
-    """The one of ``LAYOUTS`` that agrees best."""
+    """Layout of ``LAYOUTS`` that agrees best."""
     num_compared: int
-    """Passages."""
+    """Number of compared passages."""
     cosine: float
-    """Mean over them."""
+    """Mean cosine over the compared passages."""
     first_share: float
-    """Share of them that no other vector is as near to as their own."""
+    """Share of passages to which no other vector is as near as their own."""
     mean_length: float
-    """Of the vectors that the file was made from, where the encoder's have length 1."""
+    """Mean length of the vectors that the file was made from; 1 is the length of the encoder's vectors."""
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """What was adopted."""
+    """Result of adopting a file."""
 
     kind: str
-    """``FaissFile.kind``."""
+    """Kind of the file, as ``FaissFile.kind`` names it."""
     match: Match
     num_empty: int
-    """Passages without a letter or a digit, which are never found."""
+    """Number of passages without a letter or a digit, which are never found."""
 
 
 def adopt_index(
@@ -104,20 +104,20 @@ def adopt_index(
 
     Args:
         file: written by ``faiss.write_index``; it is read by faiss alone and not changed.
-        passages: those the file was made from, with unique ids; its vectors are in their order, or have their ids.
+        passages: the passages of the file, with unique ids; its vectors are in their order, or have their ids.
         out_dir: a new or empty directory.
-        encoder: that made the vectors: a folder or hub name.
-        copy: copy the file. Else it gets a second name, a hard link, on the same file system.
+        encoder: folder or hub name of the encoder that made the vectors.
+        copy: copy the file; if False it gets a second name, a hard link, on the same file system.
         progress: show a bar on a terminal.
         restart: remove what an earlier call left unfinished.
 
     Raises:
-        DataError: no FAISS index, one of an unknown kind or metric, vectors that are not of these passages by this
-            encoder, or an ``out_dir`` that is not empty.
-        ConfigError: no encoder that a file can have been made with.
-        UserError: no room on the disk.
+        DataError: the file is no FAISS index or has an unknown kind or metric, its vectors are not those of this
+            encoder for these passages, or ``out_dir`` is not empty.
+        ConfigError: no file can have been made with such an encoder.
+        UserError: the disk is full.
     """
-    from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
+    from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds to import
     from retrieval.indexes.faiss_file import FaissFile
 
     out_dir = Path(out_dir)
@@ -150,12 +150,12 @@ def adopt_index(
 
 @dataclass(frozen=True)
 class _Adopting:
-    """The steps, in a directory under construction."""
+    """Steps of adopting a file, in a directory under construction."""
 
     directory: Path
     file: FaissFile
     ids: Rows | None
-    """All ids of the file; None if they are the rows."""
+    """All ids of the file; None if they are the row numbers."""
     encoder: Encoder
     progress: bool
 
@@ -178,7 +178,7 @@ class _Adopting:
         return Adoption(self.file.kind, match, len(empty))
 
     def _write_corpus(self, passages: Iterable[Passage]) -> Rows:
-        """Write the corpus, and return the rows of its empty passages."""
+        """Write the corpus and return the rows of its empty passages."""
         empty = array("q")
 
         def noted() -> Iterator[Passage]:
@@ -200,7 +200,7 @@ class _Adopting:
         return np.array(empty, np.int64)
 
     def _row_ids(self, corpus: Corpus) -> Rows | None:
-        """Return the file's id of each row, ``[len(corpus)]``; None if they are the rows."""
+        """Return the file's id of each row, ``[len(corpus)]``; None if the ids are the row numbers."""
         if self.ids is None:
             return None
         named = corpus.whole_ids()
@@ -236,7 +236,7 @@ class _Adopting:
 
     def _take_file(self, *, copy: bool) -> None:
         target = self.directory / _SHARD_FILE
-        for unfinished in (target, *self.directory.glob(f"{WRITING}*")):  # of an interrupted call
+        for unfinished in (target, *self.directory.glob(f"{WRITING}*")):  # left by an interrupted call
             unfinished.unlink(missing_ok=True)
         source = self.file.path.resolve()  # a link to a symbolic link would break with it
         if copy:
@@ -280,19 +280,19 @@ class _Adopting:
 
 
 def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, encoder: Encoder) -> Match:
-    """Encode ``NUM_COMPARED`` passages in every layout, and return how the best agrees with the file's vectors.
+    """Encode ``NUM_COMPARED`` passages in every layout, and return the match of the layout that fits the file best.
 
     Args:
-        file: of as many vectors as ``corpus`` has passages.
+        file: has as many vectors as ``corpus`` has passages.
         empty: rows that are not compared, ascending; not all.
-        row_ids: the file's id of each row; None if they are the rows.
+        row_ids: the file's id of each row; None if the ids are the row numbers.
 
     Raises:
         DataError: the file holds NaN or infinity.
     """
     spread = _spread(np.delete(np.arange(len(corpus)), empty))
     texts = {p.text or p.title: row for row, p in zip(spread.tolist(), corpus.take(spread.tolist()), strict=True)}
-    rows = np.array(list(texts.values()))  # a text once: its vectors may be the same
+    rows = np.array(list(texts.values()))  # each text once: equal texts may have equal vectors
     passages = corpus.take(rows.tolist())
     vectors = file.vectors(rows if row_ids is None else row_ids[rows])
     if not np.isfinite(vectors).all():
@@ -308,7 +308,7 @@ def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, 
 
 
 def _match(expected: Floats, vectors: Floats, layout: str) -> Match:
-    """Compare what a file should keep of some passages with what it has kept, both ``[num_compared, width]``."""
+    """Compare ``expected``, the vectors of an encoder, with the vectors of the file, both ``[num_compared, width]``."""
     expected_lengths, lengths = (np.linalg.norm(each, axis=1) for each in (expected, vectors))
     cosines = _unit(expected, expected_lengths) @ _unit(vectors, lengths).T
     own = cosines.diagonal().copy()
@@ -323,12 +323,12 @@ def _unit(vectors: Floats, lengths: Floats) -> Floats:
 
 
 def _spread(rows: Rows) -> Rows:
-    """Return ``NUM_COMPARED`` of some rows, evenly spread, the first and the last among them; all if they are fewer."""
+    """Return ``NUM_COMPARED`` of ``rows``, evenly spread, with the first and the last; all rows if they are fewer."""
     return rows[np.unique(np.linspace(0, len(rows) - 1, NUM_COMPARED).astype(np.int64))]
 
 
 def _check_lengths(file: FaissFile, lengths: Floats, tolerance: float) -> None:
-    """Refuse L2 over vectors of other lengths than 1: it does not order them as the inner product does."""
+    """Refuse L2 over vectors whose length is not 1, because L2 then orders them differently from the inner product."""
     if not np.all(np.abs(lengths - 1) <= tolerance):
         raise DataError(
             f"{file.path}: got the metric L2 over vectors of length {lengths.min():.3f} to {lengths.max():.3f}, "

@@ -1,4 +1,4 @@
-"""The retriever protocols, the passages they return, and the retrievers that a recipe names by ``retrieval.type``."""
+"""Protocols of retrievers, the passages that they return, and the retrievers that ``retrieval.type`` names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ragr1_actors.core.types import ChatModel, Record
 Passage = Record
 """One passage of the corpus: ``Passage("p17", "Riga", "Riga lies in Latvia.", 0.83)``, and how similar it is."""
 SEARCH = "search"
-"""The tool whose calls in a trajectory are searches, with the arguments ``query`` and ``k``."""
+"""Tool whose calls in a trajectory are searches, with the arguments ``query`` and ``k``."""
 RETRIEVE = "retrieve"
-"""The tool of an agent's searches at the gateway; the policy may call a tool ``search`` itself."""
+"""Tool of an agent's searches at the gateway, since the policy may call a tool ``search`` itself."""
 OPEN_PAGE = "open_page"
-"""The tool whose calls in a trajectory open pages, with the argument ``title``. Where there is no such page, the result
-is a JSON list of titles that are like it."""
+"""Tool whose calls in a trajectory open pages, with the argument ``title``. If there is no such page, the result is a
+JSON list of similar titles."""
 HEADING = " § "
-"""What is between page and heading in the titles of a corpus with headings: ``"Riga § History"``."""
+"""Separator of page and heading in the titles of a corpus with headings: ``"Riga § History"``."""
 
 
 def page_title(title: str) -> str:
@@ -26,7 +26,7 @@ def page_title(title: str) -> str:
 
 
 class Hits(list[Passage]):
-    """What one query found, best first, and where it came from. A custom retriever may return plain lists."""
+    """Passages that one query found, best first, and their source. A custom retriever may return plain lists."""
 
     def __init__(self, passages: Iterable[Passage] = (), *, is_cached: bool = False, index_version: str = "") -> None:
         """Hold passages, best first. ``index_version``: ``Manifest.version``, or another name for the source."""
@@ -46,13 +46,13 @@ class Page(Hits):
         is_cached: bool = False,
         index_version: str = "",
     ) -> None:
-        """Hold the passages; where there are none, ``near`` are titles that are like the one asked for."""
+        """Hold the passages; if there are none, ``near`` has titles that are similar to the requested one."""
         super().__init__(passages, is_cached=is_cached, index_version=index_version)
         self.near = tuple(near)
 
 
 class Retriever(Protocol):
-    """Anything that finds passages."""
+    """Object that finds passages."""
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Return up to ``k`` passages for each query, best first: ``[len(queries)][<= k]``.
@@ -65,7 +65,7 @@ class Retriever(Protocol):
 
 @runtime_checkable
 class PacedRetriever(Protocol):
-    """A retriever that can say when it has too much to do; env runners begin no trajectory until it has not."""
+    """Retriever that can report overload; env runners begin no trajectory while ``wait_for_room`` waits."""
 
     async def wait_for_room(self) -> None:
         """Return once fewer queries wait than the retriever holds."""
@@ -74,22 +74,22 @@ class PacedRetriever(Protocol):
 
 @runtime_checkable
 class AskingRetriever(Protocol):
-    """A retriever that asks language models, such as one that rewrites queries."""
+    """Retriever that asks language models, such as one that rewrites queries."""
 
     def use_models(self, models: Mapping[str, ChatModel]) -> None:
-        """Take ``environment.models``, by name; called in each env runner before the first search."""
+        """Take ``environment.models``, by name; each env runner calls it before the first search."""
         ...
 
 
 @runtime_checkable
 class PageRetriever(Protocol):
-    """A retriever that also opens pages by their titles, for the tools ``open_page`` and ``read_section``."""
+    """Retriever that also opens pages by their titles, for the tools ``open_page`` and ``read_section``."""
 
     async def open_pages(self, titles: list[str]) -> list[Page]:
-        """Return the page of each title, ``[len(titles)]``, an empty one where there is none.
+        """Return the page of each title, ``[len(titles)]``; it is empty if there is none.
 
-        A title matches that of passages exactly, or else without regard to upper and lower case. ``"Riga"`` matches its
-        sections, too, such as ``"Riga § History"``.
+        A title matches the titles of passages exactly, or else without regard to case. ``"Riga"`` also matches its
+        sections, such as ``"Riga § History"``.
 
         Raises:
             RetrievalError: no replica answered.
@@ -99,10 +99,10 @@ class PageRetriever(Protocol):
 
 @runtime_checkable
 class ProbedRetriever(Protocol):
-    """A retriever over a service that may be away; a run asks it once, before anything is loaded."""
+    """Retriever over a service that may not answer; a run asks it once, before anything is loaded."""
 
     async def probe(self) -> None:
-        """Return if the service answers. Raises ``RetrievalError``: it does not; the message has address and cause."""
+        """Return if the service answers; raises ``RetrievalError`` with the address and the cause if it does not."""
         ...
 
 
@@ -111,12 +111,12 @@ RETRIEVERS = {
     "web": "retrieval.http.web:WebRetriever",
     "replay": "retrieval.local:ReplayRetriever",
 }
-"""Made as ``SomeRetriever(options)`` with the recipe's ``retrieval.options``, as a ``my_module:MyRetriever`` is."""
+"""Retrievers without an index, by ``retrieval.type``; made as ``SomeRetriever(options)`` with ``retrieval.options``."""
 
 SHARED_KEYS = {"http": ("timeout_s", "max_retries", "cache_size"), "web": ("timeout_s", "max_retries")}
-"""Keys of the recipe's ``retrieval.requests`` that a type takes among its options, where these do not name them."""
+"""Keys of the recipe's ``retrieval.requests`` that a type takes as options, unless its options have them."""
 
 
 def needs_index(retrieval_type: str) -> bool:
-    """Return whether this type is a kind of index, to be built and served, and not a retriever that needs no index."""
+    """Return whether a type is a kind of index, which is built and served, and not a retriever without an index."""
     return retrieval_type not in RETRIEVERS and ":" not in retrieval_type

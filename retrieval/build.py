@@ -59,20 +59,20 @@ ARGUMENTS_FILE = "arguments.json"
 _LOCK_FILE = "lock"
 _STORE_FOLDER = "embeddings"
 _PARTIAL = ".partial"
-# The index keeps less of a number than half precision does.
+# The index keeps fewer bits of a number than half precision.
 _HALF_TYPES = ("fp16", "sq8", "pq", "ivf_pq")
 _HERE = Workers()
 
 
 @dataclass(frozen=True)
 class BuildArguments:
-    """What an index depends on besides its passages."""
+    """Arguments on which an index depends, besides its passages."""
 
     encoder: str
-    """``static``, a folder or a hub name; empty for ``bm25``."""
+    """Encoder: ``static``, a folder or a hub name; empty for ``bm25``."""
     index_type: str
     vector_type: str
-    """Empty for ``bm25``."""
+    """Type of the vectors; empty for ``bm25``."""
     num_shards: int
     options: dict[str, Any]
     seed: int
@@ -99,27 +99,26 @@ def build_index(
     After an interruption, a call with the same passages and arguments continues the build.
 
     Args:
-        passages: with unique ids. Those without a letter or a digit in title and text are left out: their vectors say
-            nothing, and may be near any query. The report on a file is kept in the manifest.
+        passages: passages with unique ids. Passages without a letter or a digit in title and text are left out: their
+            vectors carry no meaning and may be near any query. The manifest keeps the report on a file.
         out_dir: a new or empty directory.
-        encoder: ``static`` makes one from the passages and keeps it with the index; else a folder or hub name.
+        encoder: a folder or hub name; ``static`` makes one from the passages and keeps it with the index.
         index_type: a key of ``INDEX_TYPES``, ``bm25`` or ``hybrid``.
-        vector_type: a key of ``INDEX_TYPES``, of the dense part of ``hybrid``.
-        num_shards: files the vectors are cut into, of as many rows each as the others.
-        options: of the type; see ``INDEX_TYPES``.
-        seed: of the static encoder.
+        vector_type: a key of ``INDEX_TYPES``, for the dense part of ``hybrid``.
+        num_shards: number of files for the vectors, with equal numbers of rows.
+        options: options of the type; see ``INDEX_TYPES``.
+        seed: seed of the static encoder.
         progress: show bars on a terminal.
-        workers: that encode; by default this process.
+        workers: processes that encode; the default is this process.
         restart: remove what an earlier build left unfinished.
-        on_note: is given what a person should know about encoder and passages. By default it is printed, if
-            ``progress``.
+        on_note: called with each note on encoder and passages. By default the notes are printed, if ``progress``.
 
     Raises:
-        DataError: ``out_dir`` holds something or is being built by another process, an unfinished build of other
-            passages or arguments, no passages, an id twice, or an encoder that cannot be loaded.
-        ConfigError: an unknown type or option, or more shards than passages.
+        DataError: ``out_dir`` is not empty, is being built by another process or has an unfinished build of other
+            passages or arguments; there are no passages; an id occurs twice; or the encoder cannot be loaded.
+        ConfigError: a type or option is unknown, or there are more shards than passages.
         FleetError: the actors that encode die.
-        UserError: no room on the disk.
+        UserError: the disk is full.
     """
     out_dir = Path(out_dir)
     vector_type = {BM25: "", HYBRID: vector_type}.get(index_type, index_type)
@@ -139,7 +138,7 @@ def index_info(directory: str | Path) -> dict[str, Any]:
     """Return the manifest of an index, its ``version``, and the ``bytes`` of all its files.
 
     Raises:
-        DataError: no index there.
+        DataError: the directory holds no index.
     """
     directory = Path(directory)
     manifest = Manifest.read(directory)
@@ -148,7 +147,7 @@ def index_info(directory: str | Path) -> dict[str, Any]:
 
 
 def encoder_name(encoder: str) -> str:
-    """Return what a manifest says of an encoder: of a folder its whole path, as an index is opened from anywhere."""
+    """Return an encoder's name for the manifest: the whole path of a folder, since an index is opened from anywhere."""
     folder = named_folder(encoder, STATIC)
     return encoder if folder is None else str(folder.resolve())
 
@@ -166,7 +165,7 @@ def _check_types(index_type: str, vector_type: str, num_shards: int, options: Ma
 
 
 def as_user_error(error: OSError, out_dir: Path) -> UserError:
-    """Return what to say where a file of an index could not be written."""
+    """Return the error for people if a file of an index could not be written."""
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
         return DataError(f"{out_dir} was created by another process meanwhile; choose another directory")
     cause = error.strerror or str(error)
@@ -193,7 +192,7 @@ def _ignore(note: str) -> None:
 
 @dataclass(frozen=True)
 class _Build:
-    """The steps of a build, each of which is whole or absent in ``directory``."""
+    """Steps of a build; ``directory`` has each step whole or not at all."""
 
     directory: Path
     arguments: BuildArguments
@@ -242,9 +241,9 @@ class _Build:
             self.note(f"{num_empty:,} passages without a letter or a digit are left out")
 
     def _load(self, name: str) -> Encoder:
-        from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds
+        from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds to import
 
-        if self.workers.num_actors:  # only what it is matters here; the actors load it as they are told to
+        if self.workers.num_actors:  # only its identity matters here; the actors load it in the given dtype
             encoder = Encoder.load(name, dtype="bfloat16")
         else:
             encoder = Encoder.load(name, device=self.workers.device, dtype=self.workers.dtype)
@@ -280,7 +279,7 @@ class _Build:
         done = len(corpus) - sum(len(store.rows(number)) for number in store.missing())
         with bar("encoding passages", len(corpus), done, hidden=not self.progress) as advance:
             fill_store(store, self.directory, encoder, self.workers, advance)
-        from retrieval.indexes.vector_index import VectorIndex  # with faiss, which an inverted index does not need
+        from retrieval.indexes.vector_index import VectorIndex  # imports faiss, which an inverted index does not need
 
         with bar("building shards", len(shards), len(shards) - len(missing), hidden=not self.progress) as advance:
             for path, rows in missing:
@@ -341,9 +340,9 @@ class _Build:
 
 @contextmanager
 def bar(title: str, total: int | None, done: int = 0, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
-    """Show a bar, and yield what is to be called with the number of things that were done since the last call.
+    """Show a bar, and yield a function that takes the number of things done since its last call.
 
-    ``total`` is None where it is not known; ``done`` of them were done before.
+    ``total`` is None if it is not known; ``done`` things were done before.
     """
     with progress_bar(Console(emoji=False), hidden=hidden) as progress:
         task = progress.add_task(title, total=total, completed=done)
@@ -351,15 +350,15 @@ def bar(title: str, total: int | None, done: int = 0, *, hidden: bool = False) -
 
 
 def write_or_compare(passages: Iterator[Passage], directory: Path) -> None:
-    """Write the corpus of an index under construction; where an interrupted call has done so, compare the passages.
+    """Write the corpus of an index under construction; if an interrupted call wrote it, compare the passages.
 
     Raises:
-        DataError: as ``write_corpus``, or they are others.
+        DataError: as ``write_corpus``, or the passages differ.
     """
     if not (directory / CORPUS_FILE).is_file():
         write_corpus(passages, directory)
         return
-    # Reading is cheap beside encoding, and the vectors of another corpus would find the wrong passages.
+    # Reading is cheap beside encoding, and the vectors of another corpus would find wrong passages.
     pairs = zip_longest(passages, Corpus.open(directory))
     for row, (given, kept) in enumerate(pairs):
         if given is None or kept is None or _texts(given) != _texts(kept):
@@ -370,12 +369,12 @@ def write_or_compare(passages: Iterator[Passage], directory: Path) -> None:
 
 
 def report_on(passages: Iterable[Passage]) -> CorpusReport | None:
-    """Return what was odd in the file of the passages, once they are read; None if they are of no file."""
+    """Return the report on the file of the passages, once they are read; None if they are not read from a file."""
     return passages.report if isinstance(passages, PassageFile) else None
 
 
 def counted(passages: Iterable[Passage], advance: Callable[[int], None]) -> Iterator[Passage]:
-    """Pass passages on, and tell ``advance`` of each."""
+    """Yield the passages, and call ``advance(1)`` for each."""
     for passage in passages:
         yield passage
         advance(1)
@@ -386,23 +385,23 @@ def _texts(passage: Passage) -> tuple[str, str, str]:
 
 
 def _publish(partial: Path, final: Path) -> None:
-    """Rename a file or a folder to its final name once it is on disk whole."""
+    """Rename a file or a folder to its final name once all of it is on disk."""
     sync_tree(partial)
     partial.replace(final)
     sync(final.parent)
 
 
 def building_dir(out_dir: str | Path) -> Path:
-    """Return where ``out_dir`` is built: beside it, as a rename is atomic within one file system only.
+    """Return the directory in which ``out_dir`` is built, beside it: a rename is atomic within one file system only.
 
-    Of a symbolic link that is beside its target.
+    For a symbolic link it is beside the target.
     """
     absolute = Path(os.path.realpath(out_dir))
     return absolute.with_name(f"{absolute.name}.building")
 
 
 def check_free(out_dir: Path) -> None:
-    """Raise ``DataError`` unless ``out_dir`` is a new or an empty directory, to which another can be renamed."""
+    """Raise ``DataError`` unless ``out_dir`` is new or an empty directory, so that a directory can be renamed to it."""
     try:
         is_taken = out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir()))
     except OSError as error:
@@ -425,9 +424,9 @@ def _has_costly_work(directory: Path) -> bool:
 def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = False) -> Iterator[Path]:
     """Lock ``building_dir(out_dir)``, and rename it to ``out_dir`` once the block has filled it.
 
-    ``arguments`` are all that its content depends on beside the passages, as JSON.
-    If the block fails, a directory with vectors in it is kept, so that the next build continues. A directory with only
-    the corpus is kept if the block was interrupted, and removed if the build was refused.
+    ``arguments``, as JSON, are everything besides the passages on which the content depends. If the block fails, a
+    directory with vectors in it is kept, so that the next build continues. A directory with only the corpus is kept if
+    the block was interrupted, and removed if the build was refused.
     """
     directory = building_dir(out_dir)
     out_dir = Path(os.path.realpath(out_dir))  # a directory cannot be renamed to a symbolic link
@@ -453,7 +452,7 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
 
 
 def _lock(descriptor: int, directory: Path, out_dir: Path) -> None:
-    """Take the lock, which ends with the process however it ends."""
+    """Take the lock, which the system releases when the process ends."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_there = os.path.samestat(os.fstat(descriptor), (directory / _LOCK_FILE).stat())
@@ -464,9 +463,9 @@ def _lock(descriptor: int, directory: Path, out_dir: Path) -> None:
 
 
 def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
-    """Whether a build of these arguments left something there. Raises ``DataError`` where one of others did."""
+    """Return whether an unfinished build with these arguments is there; ``DataError`` if it has others."""
     path = directory / ARGUMENTS_FILE
-    if not path.is_file():  # it did not come far enough to say what it is
+    if not path.is_file():  # it was interrupted before it wrote its arguments
         return False
     try:
         kept = read_json_as(dict[str, Any], path)
@@ -482,7 +481,7 @@ def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
 
 
 def _clear_unfinished(directory: Path) -> None:
-    """Remove what a process that was killed was writing: it would become a part of the index."""
+    """Remove the unfinished files of a killed process, which would become parts of the index."""
     for path in (*directory.glob(f"{SPILL_PREFIX}*"), *directory.glob(f"{WRITING}*")):
         if path.is_dir():
             shutil.rmtree(path)

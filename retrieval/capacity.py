@@ -1,7 +1,7 @@
 """Bytes of an index and seconds of a search, computed from the number of passages. Imports neither faiss nor torch.
 
-``OMP_NUM_THREADS=1 python -m benchmarks.retrieval.search_rates`` prints bytes and rates of a CPU core by type. They
-hold per number of a vector, as scans are linear in them. Those of a GPU are its memory bandwidth and half of its peak.
+``OMP_NUM_THREADS=1 python -m benchmarks.retrieval.search_rates`` prints bytes and rates of a CPU core by type. Rates
+are per number of a vector: a scan is linear in these. A GPU is taken at its memory bandwidth and half its peak.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ragr1_actors.core.errors import ConfigError
 from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
 
 PASSAGE_BYTES = 650
-"""A passage of 100 English words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine. Measured
-over 4,345 passages of Wikipedia (2WikiMultihopQA's, cut anew), as ``BM25_BYTES``."""
+"""Bytes of a passage of 100 English words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine.
+Measured like ``BM25_BYTES`` over 4,345 passages of Wikipedia (2WikiMultihopQA's, cut anew)."""
 BM25_BYTES = 440
-"""54 postings of 8 bytes of such a passage, and its share of the distinct words."""
+"""Bytes of such a passage in the inverted index: 54 postings of 8 bytes, and its share of the distinct words."""
 
 _BYTES_PER_NUMBER = {"flat": 4.0, "fp16": 2.0, "sq8": 1.0, "pq": 1.25, "ivf": 4.0, "ivf_pq": 1.25, "hnsw": 4.0}
 _SCALE_BYTES = 4
-"""Of a vector of ``pq`` and ``ivf_pq``."""
+"""Bytes of the scale that ``pq`` and ``ivf_pq`` keep for each vector."""
 _ROW_ID_BYTES = 8
-"""Of a vector in a list."""
+"""Bytes of the row id of a vector in a list."""
 _GRAPH_BYTES = 16
-"""Of a vector of ``hnsw``, beside its ``2 m`` neighbours: its level, where its neighbours begin, and those above."""
+"""Bytes of an ``hnsw`` vector besides its ``2 m`` neighbours: level, position of the neighbours, upper levels."""
 _GPU_BYTES_PER_NUMBER = 2.0
-"""Of ``GPU_TYPES`` and ``ivf``, which are in half precision there."""
+"""Bytes of a number on a GPU, where ``GPU_TYPES`` and ``ivf`` are in half precision."""
 _NUMBERS_PER_CORE_S = {
     "flat": 3.5e10,
     "fp16": 1.9e10,
@@ -37,17 +37,17 @@ _NUMBERS_PER_CORE_S = {
     "pq": 6.8e10,
     "ivf": 7.5e9,
     "ivf_pq": 2.8e10,
-    "hnsw": 2e9,  # half of what was measured: a walk over millions of vectors finds less of them in the caches
+    "hnsw": 2e9,  # half of the measured rate: among millions of vectors a walk finds fewer of them in the caches
 }
-"""Numbers of vectors that one core scans per second for one query of a batch of 64, over 100,000 vectors of 384."""
+"""Numbers that one core scans per second for one query of a batch of 64, over 100,000 vectors of 384 numbers."""
 _BM25_PASSAGES_PER_S = 8e8
-"""Passages over which one thread ranks a query of ten words, each of which is in one passage of 60."""
+"""Passages per second that one thread ranks for a query of ten words, each of which is in one passage of 60."""
 _GPU_EFFICIENCY = 0.5
 
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """Sizes of a BERT-like encoder."""
+    """Sizes of a BERT-like encoder: vector length, layers and parameters."""
 
     dimension: int
     num_layers: int
@@ -58,9 +58,9 @@ class EncoderShape:
         """Read the folder of a BERT-like encoder, or a hub name of ``ENCODERS``.
 
         Raises:
-            ConfigError: neither; its sizes are not known.
+            ConfigError: it is neither, so its sizes are not known.
         """
-        if name in ENCODERS and not Path(name).is_dir():  # a folder is what is loaded
+        if name in ENCODERS and not Path(name).is_dir():  # a folder of this name is what is loaded
             return cls(*ENCODERS[name])
         path = Path(name) / "config.json"
         try:
@@ -98,7 +98,7 @@ def vector_bytes(index_type: str, count: int, dimension: int, options: Mapping[s
     if index_type == BM25:
         return 0
     index_type = FLAT if index_type == HYBRID else index_type
-    if on_gpu and index_type == "ivf":  # with faiss-gpu
+    if on_gpu and index_type == "ivf":  # faiss-gpu is installed
         return int(count * (_GPU_BYTES_PER_NUMBER * dimension + _ROW_ID_BYTES))
     if on_gpu:
         if index_type not in GPU_TYPES:

@@ -28,17 +28,17 @@ from retrieval.indexes.ranking import Ranking, merge_rankings
 from retrieval.local import LocalRetriever
 
 EXACT_UP_TO = 50_000
-"""Passages that are encoded again for exact search without being asked to."""
+"""Number of passages up to which they are encoded again for exact search without ``exact``."""
 _KS = (2, 3, 5, 10)
 _LATENCY_K = 3
 _BLOCK = 2048
 _QUERIES_AT_ONCE = 128
-"""Few enough for one replica of a fleet to answer within its timeout."""
+"""Number of queries in one request, so that one replica of a fleet answers within its timeout."""
 _MAX_EXACT_QUERIES = 2000
 _MAX_TIMED_QUERIES = 512
 _TIMED_BATCH = 64
 _TIMED_S = 10.0
-"""After this a measurement of speed ends, with however many queries it has."""
+"""Limit of one measurement of speed, in seconds, with any number of queries done."""
 
 
 def evaluate_index(
@@ -52,7 +52,7 @@ def evaluate_index(
 ) -> dict[str, Any]:
     """Measure an index with the questions of at least one task, on all cores.
 
-    - ``recall@k``: see ``supporting_recall``; left out where no task has ``supporting_ids``.
+    - ``recall@k``: see ``supporting_recall``; left out if no task has ``supporting_ids``.
     - ``exact_recall@k``: the share of the truly nearest k vectors among those found, with ``exact_queries`` and
       ``exact_vectors``, which says where the true vectors are from: the index, where it keeps them as they were, else
       the whole corpus encoded again. Unless asked for by ``exact``, it is left out where the index is exact anyway, or
@@ -60,8 +60,8 @@ def evaluate_index(
     - ``latency_p50_ms`` and ``latency_p95_ms`` of single queries, ``queries_per_s`` in batches of 64, encoding
       included, and the number of ``threads``.
 
-    ``reranker`` and ``options`` are those of ``LocalRetriever``. ``count`` is told how many questions were asked and
-    how many passages were searched exactly. Raises ``DataError``: no index there.
+    ``reranker`` and ``options`` go to ``LocalRetriever``. ``count`` is told how many questions were asked and how many
+    passages were searched exactly. Raises ``DataError`` if the directory holds no index.
     """
     num_threads = os.cpu_count() or 1
     retriever = LocalRetriever(directory, num_threads, reranker=reranker, options=options)
@@ -92,7 +92,7 @@ async def supporting_recall(
         asked = questions[len(found) : len(found) + _QUERIES_AT_ONCE]
         found += [[(passage.id, passage.title) for passage in top] for top in await retriever.search(asked, max(_KS))]
         count("questions", len(found), len(known))
-    # "Riga#2" is a piece of "Riga", which tasks know it by, unless "Riga" is there too: another passage of this title.
+    # "Riga#2" is a piece of "Riga", as tasks name it, unless "Riga" is there too: then it is another passage.
     present = corpus.known({name for task in known for name in task.supporting_ids})
     recalls: dict[int, list[float]] = {k: [] for k in _KS}
     for task, passages in zip(known, found, strict=True):
@@ -106,7 +106,7 @@ async def supporting_recall(
 def _exact_recall(
     retriever: LocalRetriever, questions: list[str], is_asked: bool, num_threads: int, count_of: CountOf
 ) -> dict[str, Any]:
-    """Measure the vectors of an index, also of a hybrid one: words have no exact search to be compared with."""
+    """Measure the vectors of an index, also of a hybrid one; for words there is no exact search to compare with."""
     ranker, count = retriever.dense, len(retriever.corpus)
     if ranker is None:
         return {}
@@ -137,11 +137,11 @@ def _exact_recall(
 
 
 _Block = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Rows of the corpus, ``[n]``, and their vectors, ``[n, dimension]``."""
+"""Rows of the corpus, ``[n]``, with their vectors, ``[n, dimension]``."""
 
 
 def _counted(blocks: Iterable[_Block], num_passages: int, count: CountOf) -> Iterator[_Block]:
-    """Pass blocks on, and count the passages of those that were used."""
+    """Yield the blocks, and count the passages of those that were used."""
     done = 0
     for block in blocks:
         yield block
@@ -150,7 +150,7 @@ def _counted(blocks: Iterable[_Block], num_passages: int, count: CountOf) -> Ite
 
 
 def _filled(blocks: Iterable[_Block], empty_rows: NDArray[np.int64]) -> Iterator[_Block]:
-    """Pass blocks on without some rows, given ascending."""
+    """Yield the blocks without some rows, which are given ascending."""
     for rows, vectors in blocks:
         is_filled = ~np.isin(rows, empty_rows)
         if is_filled.all():
@@ -178,7 +178,7 @@ def _overlap(found: NDArray[np.int64], truth: NDArray[np.int64]) -> float:
 
 
 def _latency(retriever: LocalRetriever, questions: list[str]) -> dict[str, float]:
-    retriever.search_batch(questions[:1], _LATENCY_K)  # what is loaded on first use
+    retriever.search_batch(questions[:1], _LATENCY_K)  # loads everything that the first use loads
     alone = [seconds * 1e3 for seconds, _ in _timed(retriever, questions, 1)]
     repeated = (questions * (1 + _TIMED_BATCH // len(questions)))[: max(len(questions), _TIMED_BATCH)]
     batches = list(_timed(retriever, repeated, _TIMED_BATCH))
@@ -203,32 +203,32 @@ def _timed(retriever: LocalRetriever, questions: list[str], size: int) -> Iterat
 NUM_EXAMPLES = 20
 
 _YES_NO = frozenset({"yes", "no"})
-_BARRIER = " \0 "  # a word that is in no answer: no answer is half in the title and half in the text
+_BARRIER = " \0 "  # a word in no answer: no answer is half in the title and half in the text
 
 
 @dataclass(frozen=True, slots=True)
 class MissingTask:
-    """A task with an answer or a supporting passage that is not in the corpus."""
+    """Task with an answer or a supporting passage that is not in the corpus."""
 
     task_id: str
     question: str
     missing: tuple[str, ...]
-    """Its gold answers, or the ids or titles of passages that are not in the corpus."""
+    """Gold answers, or ids or titles of supporting passages, that are not in the corpus."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Tasks held against a corpus. ``str`` of it is a few lines for a person."""
+    """Counts of the tasks whose answers and evidence are in a corpus. ``str`` gives a few lines for a person."""
 
     num_passages: int
     num_tasks: int
     num_yes_no: int = 0
-    """Tasks whose only gold answers are yes or no, which are not looked up. The next two count the others."""
+    """Tasks whose only gold answers are yes or no, which are not looked up. The next two fields count the others."""
     num_answers_found: int = 0
     """Tasks with a gold answer in the title or the text of a passage."""
     num_answers_missing: int = 0
     num_support_all: int = 0
-    """Tasks whose ``supporting_ids`` are all in the corpus; the next two: some of them, none of them."""
+    """Tasks whose ``supporting_ids`` are all in the corpus; the next two fields: some of them, none of them."""
     num_support_partly: int = 0
     num_support_none: int = 0
     num_support_unknown: int = 0
@@ -239,7 +239,7 @@ class Audit:
     """The first ``NUM_EXAMPLES`` of ``num_support_partly`` and ``num_support_none``."""
 
     def __str__(self) -> str:
-        """Four lines at most: passages and tasks, answers, yes and no, evidence."""
+        """Return at most four lines: passages and tasks, answers, yes and no, evidence."""
         num_open = self.num_answers_found + self.num_answers_missing
         num_known = self.num_tasks - self.num_support_unknown
         lines = [f"{self.num_passages:,} passages, {self.num_tasks:,} tasks"]
@@ -258,16 +258,16 @@ class Audit:
 def audit_corpus(corpus: Iterable[Passage], tasks: Sequence[Task]) -> Audit:
     """Look up every gold answer and every supporting id in a corpus, in one pass.
 
-    Answers and passages are normalised as for exact match (``normalize_answer``), and a passage contains
-    an answer if it has all its words in order: "party" does not contain "art". A passage that contains an answer need
-    not answer the question: many passages contain a short answer. Evidence is found as ``found_evidence`` has it.
+    Answers and passages are normalised as for exact match (``normalize_answer``), and a passage contains an answer if
+    it has all its words in order: "party" does not contain "art". A passage that contains an answer need not answer the
+    question: many passages contain a short answer. Evidence is matched by ``found_evidence``.
     """
     answers = {answer for task in tasks for answer in _answers(task) - _YES_NO}
     wanted_ids = {passage_id for task in tasks for passage_id in task.supporting_ids}
     found_answers: set[str] = set()
     found_ids: set[str] = set()
     num_passages = 0
-    lengths: defaultdict[str, set[int]] = defaultdict(set)  # in words, of the answers that begin with a word
+    lengths: defaultdict[str, set[int]] = defaultdict(set)  # numbers of words of the answers, by their first word
     for first, *others in map(str.split, answers):
         lengths[first].add(1 + len(others))
     for passage in corpus:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) -> Retriever:
     """Return the retriever of a recipe's ``retrieval`` section that searches in this process, without a fleet.
 
-    ``index_dir`` is None where ``settings.type`` needs no index: what the type names is made with its options.
+    ``index_dir`` is None if ``settings.type`` needs no index; the class that it names is made with its options.
 
     Raises:
         UserError: the index or an option cannot be used.
@@ -59,13 +59,13 @@ def open_retriever(index_dir: str | Path | None, settings: RetrievalSettings) ->
 
 
 def retriever_class(retrieval_type: str) -> type:
-    """Return the class that shows what retrievers of a type can do; those of a fleet can do the same."""
+    """Return the class whose methods show what retrievers of a type can do; retrievers of a fleet can do the same."""
     found: type = LocalRetriever if needs_index(retrieval_type) else load_object(retrieval_type, RETRIEVERS)
     return found
 
 
 def inner_retriever(options: Mapping[str, Any]) -> Retriever:
-    """Return what a custom retriever wraps; the options are keys of ``retrieval``: ``{"type": "bm25", "index": DIR}``.
+    """Return the retriever inside a custom one; options are keys of ``retrieval``: ``{"type": "bm25", "index": DIR}``.
 
     Raises:
         UserError: the index or an option cannot be used.
@@ -75,9 +75,9 @@ def inner_retriever(options: Mapping[str, Any]) -> Retriever:
 
 
 def named_index(settings: RetrievalSettings) -> Path:
-    """Return the index that ``retrieval.index`` names; ``DataError`` if it is none, or one of another encoder.
+    """Return the index that ``retrieval.index`` names; ``DataError`` if it is not an index or has another encoder.
 
-    An empty ``retrieval.encoder`` is the index's own.
+    An empty ``retrieval.encoder`` accepts the index's encoder.
     """
     manifest = Manifest.read(settings.index)
     if manifest.is_dense and settings.encoder and not _is_encoder_of(manifest, settings.encoder):
@@ -89,7 +89,7 @@ def named_index(settings: RetrievalSettings) -> Path:
 
 
 def encoder_of(settings: RetrievalSettings) -> str:
-    """Return the encoder of a dense index: that of the settings, of the index on this machine, or ``static``."""
+    """Return the encoder of a dense index: from the settings, from the index on this machine, or ``static``."""
     if settings.encoder or not settings.index or not Path(settings.index).is_dir():
         return settings.encoder or STATIC
     encoder = Manifest.read(settings.index).encoder
@@ -97,7 +97,7 @@ def encoder_of(settings: RetrievalSettings) -> str:
 
 
 def _is_encoder_of(manifest: Manifest, name: str) -> bool:
-    """Whether an index was built with an encoder; a folder may have been given by any path or link to it."""
+    """Return whether an index was built with an encoder; a folder may be given by any path or link to it."""
     if manifest.encoder == ENCODER_FOLDER:
         return name in (STATIC, ENCODER_FOLDER)
     path = path_of(name, STATIC)
@@ -107,8 +107,8 @@ def _is_encoder_of(manifest: Manifest, name: str) -> bool:
 class LocalRetriever:
     """Searches one index directory in the process that asks.
 
-    The memory maps are shared by all processes of a node, so a second retriever takes little more than its encoder.
-    Pickles as its arguments: the receiving process opens the index itself.
+    The memory maps are shared by all processes of a node, so a second retriever takes little more than its encoder. It
+    pickles as its arguments: the receiving process opens the index itself.
     """
 
     def __init__(
@@ -127,20 +127,20 @@ class LocalRetriever:
         """Open an index: vectors, inverted index or both, as its manifest says.
 
         Args:
-            index_dir: made by ``build_index``.
-            num_threads: of the search among vectors; words are scored by one thread, so there more replicas use more
-                cores. Torch's threads are set by the host process.
-            device: ``cpu`` or ``cuda``, of encoder, vectors and reranker.
+            index_dir: directory made by ``build_index``.
+            num_threads: threads of the search among vectors. One thread scores words, so only more replicas use more
+                cores for that. The host process sets torch's threads.
+            device: ``cpu`` or ``cuda``, for encoder, vectors and reranker.
             reranker: a cross-encoder, folder or hub name, that sorts the passages again; empty: none.
-            options: of the index type, and ``rerank_candidates`` and ``fusion_depth``; see ``INDEX_TYPES``.
-            shards: numbers of the shards to search, by default all.
-            load_encoder: without one, queries need vectors.
-            encoder_dir: of an index with an encoder elsewhere, where it is on this node; by default where it was.
-            shards_dir: where the files of the shards are, by default in ``index_dir``.
+            options: options of the index type, and of ``RETRIEVER_OPTIONS``; see ``INDEX_TYPES``.
+            shards: numbers of the shards to search; the default is all.
+            load_encoder: whether to load the encoder; without it, queries need vectors.
+            encoder_dir: path on this node of an encoder outside the index; the default is its path at the build.
+            shards_dir: folder of the shard files; the default is ``index_dir``.
 
         Raises:
             DataError: the directory holds no index, or parts that do not belong together.
-            ConfigError: an unknown option, or shards given for an index that is not dense.
+            ConfigError: an option is unknown, or shards are given for an index that is not dense.
         """
         self._arguments: dict[str, Any] = {
             "num_threads": num_threads,
@@ -162,11 +162,11 @@ class LocalRetriever:
         manifest.check_files(self._directory)
         self.corpus = self._open_corpus()
         self.dense: DenseRanker | None = None
-        """The ranker of the vectors; None for an index without vectors."""
+        """Ranker of the vectors; None for an index without vectors."""
         self._ranker = self._open_ranker()
         self._reranker: Reranker | None = None
         if reranker:
-            from retrieval.encoders.reranker import Reranker  # with torch
+            from retrieval.encoders.reranker import Reranker  # imports torch
 
             self._reranker = Reranker.load(reranker, device=device)
 
@@ -185,16 +185,16 @@ class LocalRetriever:
 
     @property
     def version(self) -> str:
-        """Name of the evidence: ``Manifest.version``, and the reranker's name behind it."""
+        """Name of the evidence: ``Manifest.version``, followed by the name of the reranker."""
         version = self.manifest.version
         return f"{version}+{Path(self._reranker_name).name}" if self._reranker_name else version
 
     def info(self) -> dict[str, Any]:
-        """Return the manifest, and its ``version``."""
+        """Return the manifest with its ``version``."""
         return {**asdict(self.manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Call ``search_batch``. The event loop waits meanwhile, so that a run in one process has one order."""
+        """Call ``search_batch``. It blocks the event loop, so that a run in one process has one order."""
         return self.search_batch(queries, k)
 
     async def open_pages(self, titles: list[str]) -> list[Page]:
@@ -214,19 +214,19 @@ class LocalRetriever:
     ) -> list[list[Passage]]:
         """Return up to ``k`` passages for each query, best first, as ``Hits``: ``[len(queries)][<= min(k, corpus)]``.
 
-        A query without one word that encoder or inverted index know finds nothing. Arguments and errors are those of
-        ``rank``; ``RetrievalError`` also for a reranker that returns NaN or infinity.
+        A query without a word that encoder or inverted index know finds nothing. Arguments and errors are as in
+        ``rank``; a reranker that returns NaN or infinity also raises ``RetrievalError``.
         """
         if self._reranker is None:
             return self.search_rows(queries, k, vectors)[1]
-        depth = max(k, self._options["rerank_candidates"]) if k > 0 else k  # which is refused there
+        depth = max(k, self._options["rerank_candidates"]) if k > 0 else k  # ``search_rows`` refuses such a ``k``
         found = self.search_rows(queries, depth, vectors)[1]
         return [Hits(passages, index_version=self.version) for passages in self._reranker.rerank(queries, found, k)]
 
     def search_rows(
         self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
     ) -> tuple[Ranking, list[list[Passage]]]:
-        """Return what ``rank`` does, and as ``Hits`` the passages of the rows that are not absent."""
+        """Return the result of ``rank``, and the passages of its rows that are not absent as ``Hits``."""
         ranking = self.rank(queries, k, vectors)
         return ranking, list(to_hits(ranking, self.corpus.fields, self.version))
 
@@ -237,7 +237,7 @@ class LocalRetriever:
 
         Raises:
             ValueError: ``k`` is less than 1, or there is neither a vector nor an encoder.
-            RetrievalError: vectors with NaN or infinity.
+            RetrievalError: a vector holds NaN or infinity.
         """
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
@@ -246,7 +246,7 @@ class LocalRetriever:
     def _open_ranker(self) -> Ranker:
         rankers: list[Ranker] = []
         if self.manifest.is_dense:
-            from retrieval.indexes.vector_index import DenseRanker  # with faiss; a client of a fleet needs neither
+            from retrieval.indexes.vector_index import DenseRanker  # imports faiss; a client of a fleet needs neither
 
             self.dense = DenseRanker(self._directory, self.manifest, **self._arguments)
             rankers.append(self.dense)
@@ -262,13 +262,13 @@ class LocalRetriever:
 
 
 class ReplayRetriever:
-    """Answers the queries of a recorded run, and opens its pages. Pickles as its arguments."""
+    """Answers the queries of a recorded run, and opens its pages. It pickles as its arguments."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Read the records of a run; the options are ``{"run": DIR}``, a run directory, or a ``Folder`` of its records.
 
         Raises:
-            ConfigError: the option ``run`` is missing, or there is another one.
+            ConfigError: the option ``run`` is missing, or there is another option.
             DataError: the run has no recorded searches, or a file of it cannot be read.
         """
         if set(options) != {"run"}:
@@ -290,7 +290,7 @@ class ReplayRetriever:
         return ReplayRetriever, (self._options,)
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return what each query found in the recorded run; ``RetrievalError`` if it never asked for so many."""
+        """Return what each query found in the recorded run; ``RetrievalError`` if the run never asked for so many."""
         answers: list[list[Passage]] = []
         for query in queries:
             found = self._found.get(_key(SEARCH, {"query": query, "k": k}))
@@ -321,11 +321,11 @@ def _retrieved(directory: Path) -> Iterator[ToolCall]:
 
 
 def _is_retrieved(call: ToolCall) -> bool:
-    """Whether a retriever answered it; the environment answers calls that are wrong, or too many, itself."""
+    """Return whether a retriever answered a call; the environment itself answers calls that are wrong or too many."""
     return call.tool == SEARCH or (call.tool == OPEN_PAGE and (bool(call.records) or call.result.startswith("[")))
 
 
 def _key(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a call as canonical JSON: the order of its keys and its white space make no difference."""
+    """Return a call as canonical JSON, in which the order of keys and white space do not matter."""
     clean = {name: normalise(value) if isinstance(value, str) else value for name, value in arguments.items()}
     return json.dumps([tool, clean], sort_keys=True)

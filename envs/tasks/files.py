@@ -46,12 +46,12 @@ _NOT_META = {
     *("question", *_ID_KEYS, *ANSWER_KEYS, *_CATEGORY_KEYS, "answer_id", "answer_aliases", "answerable"),
     *("supporting_ids", "supporting_facts", "paragraphs", "question_decomposition", "evidences"),
     *READ_FIELDS,
-    "context",  # HotpotQA's and 2Wiki's ten paragraphs, which would be held and sent with every task
+    "context",  # the ten paragraphs of HotpotQA and 2Wiki, which would be held and sent with every task
 }
-"""Fields that are not kept in ``Task.meta``: a task has them already, or they are large."""
+"""Fields that are not kept in ``Task.meta``, because a task has them already or they are large."""
 _SPACE = " \t\r\n"
 _MAX_WHOLE = 1e15
-"""Larger floats are written as Python does: 1e+20."""
+"""Largest float that is written without an exponent; Python writes larger ones as 1e+20."""
 
 
 _LEFT_OUT = {
@@ -75,36 +75,36 @@ class TaskReport:
     """Counts over task files; ``str`` makes one line of those that are not zero."""
 
     source: str
-    """File name; of several files, what named them."""
+    """Name of the file, or of several files the name that selected them."""
     num_records: int
     num_tasks: int
     """Records kept."""
     num_duplicates: int = 0
-    """Left out: the question was read before."""
+    """Records left out because their question was read before."""
     num_conflicting: int = 0
     """Duplicates whose answers differ from those that were kept."""
     num_empty_questions: int = 0
-    """Left out."""
+    """Records left out because they have no question."""
     num_empty_answers: int = 0
-    """Left out: no answer, or only articles and punctuation, for which any other such answer would be rewarded."""
+    """Records left out: no answer, or only articles and punctuation, for which any other such one would be rewarded."""
     num_repeated_ids: int = 0
-    """Kept, with ``#2`` behind the id: another question had it."""
+    """Records kept with ``#2`` after the id, because another question has the id."""
     num_questions_with_comma: int = 0
-    """Counted over the tasks kept, like the next three. A policy that separates queries by commas splits it."""
+    """Kept tasks whose question has a comma, at which a policy that separates queries by commas splits it."""
     num_answers_with_comma: int = 0
     num_yes_no: int = 0
-    """Every answer is yes or no, so a guess is right half of the time."""
+    """Kept tasks whose every answer is yes or no, so that a guess is right half of the time."""
     num_answers_with_bracket: int = 0
-    """Answers that begin with "[" and are no list: a list may be damaged."""
+    """Kept tasks with an answer that begins with "[" but is not a list: a list may be damaged."""
     num_with_aliases: int = 0
-    """Other names of the answer count as well, from 2Wiki's ``id_aliases.json``."""
+    """Kept tasks with other names of the answer, from 2Wiki's ``id_aliases.json``."""
     shapes: tuple[tuple[str, str], ...] = ()
-    """The shape that was recognised in each file: ``(("train", "verl rows"),)``, by ``TaskFile.source``."""
+    """Shape that was recognised in each file: ``(("train", "verl rows"),)``, by ``TaskFile.source``."""
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
-    """Where the first of each fault are, by the name of its count: ``{"num_duplicates": ("line 2", "line 9")}``."""
+    """Places of the first records with each fault, by its count: ``{"num_duplicates": ("line 2", "line 9")}``."""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the counts in one line."""
         by_shape: dict[str, list[str]] = {}
         for source, shape in self.shapes:
             by_shape.setdefault(shape, []).append(source)
@@ -129,7 +129,7 @@ class LoadedTasks:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One entry of a file, and its place for messages."""
+    """One entry of a file, with its place for messages."""
 
     fields: dict[str, Any]
     where: str  # "questions.jsonl, line 3", "questions.json, entry 2 in line 5"
@@ -176,14 +176,14 @@ def read_files(files: Sequence[TaskFile], named: str, *, whole: bool) -> LoadedT
 
 
 class _Reading:
-    """The tasks that were read so far, and what is wrong in their files."""
+    """Tasks that were read so far, and the faults in their files."""
 
     def __init__(self, whole: bool) -> None:
         self.tasks: list[Task] = []
         self.faults = FaultCounts()
         self.num_records = 0
         self.shapes: dict[str, str] = {}
-        """By ``TaskFile.source``."""
+        """Shapes by ``TaskFile.source``."""
         self._whole = whole
         self._first_of: dict[str, Task] = {}  # by question key
         self._ids: set[str] = set()
@@ -234,7 +234,7 @@ def _unused(task_id: str, ids: set[str]) -> str:
 
 
 def _add_aliases(record: Record, aliases: dict[str, list[str]]) -> bool:
-    """Add the other names of the answer of a 2Wiki record; False if there are none."""
+    """Add the other names of the answer of a 2Wiki record; return False if there are none."""
     answer_id = record.fields["answer_id"]
     names = aliases.get(answer_id, []) if isinstance(answer_id, str) else []
     if names:
@@ -243,7 +243,7 @@ def _add_aliases(record: Record, aliases: dict[str, list[str]]) -> bool:
 
 
 def question_key(question: str) -> str:
-    """Return a key without case, extra spaces and closing punctuation: ``"who wrote faust"`` of " Who wrote  Faust? ".
+    """Return a key without case, extra spaces and closing punctuation: ``"who wrote faust"`` for " Who wrote Faust? ".
 
     Punctuation inside is kept: "C++" is not "C#".
     """
@@ -259,7 +259,7 @@ def overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> list[str]:
 def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[Task, ...]:
     """Return the training tasks whose question is not in ``evaluation``.
 
-    The training side gives way, so that figures on a published evaluation set stay comparable.
+    The training tasks are dropped, so that figures on a published evaluation set stay comparable.
     """
     held_out = {question_key(task.question) for task in evaluation}
     return tuple(task for task in train if question_key(task.question) not in held_out)
@@ -268,10 +268,10 @@ def without_overlap(train: Iterable[Task], evaluation: Iterable[Task]) -> tuple[
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the objects of a JSON list, of one JSON object per line, or of a table.
 
-    Also of TriviaQA's ``{"Data": [...]}``, and the questions of SQuAD's ``{"data": [article, ...]}``.
+    It also reads TriviaQA's ``{"Data": [...]}``, and the questions of SQuAD's ``{"data": [article, ...]}``.
 
     Raises:
-        DataError: the file is missing or empty, or a line is broken; names file and line.
+        DataError: the file is missing or empty, or a line is broken; the message names file and line.
     """
     if not path.is_file():
         raise DataError(f"no task file {path}; give an existing one")
@@ -306,7 +306,7 @@ def _read(path: Path) -> str:
 def _data_entries(text: str, path: Path) -> Iterator[tuple[Any, str]] | None:
     """Return the entries of an object with a list ``Data`` (TriviaQA's) or ``data`` (SQuAD's), or one of several lines.
 
-    None for other files.
+    Return None for other files.
     """
     try:
         first, end = json.JSONDecoder().raw_decode(text, len(text) - len(text.lstrip()))
@@ -366,7 +366,7 @@ def _list_entries(text: str, path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _check_end(text: str, position: int, path: Path) -> None:
-    """Refuse text behind the one JSON value of a file: nothing would read it."""
+    """Refuse text after the one JSON value of a file, because it would not be read."""
     if rest := text[position:].lstrip():
         line = 1 + text.count("\n", 0, len(text) - len(rest))
         raise DataError(f"{path}, line {line}: not valid JSON (more text after its end); keep one list in a file")
@@ -379,10 +379,10 @@ def _skip_space(text: str, position: int) -> int:
 
 
 def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
-    """Read the task of a record of the file ``source``; ``position`` is its id where it has none.
+    """Read the task of a record of the file ``source``; ``position`` is the id of a record without one.
 
     Raises:
-        DataError: a field has the wrong type, or half a character.
+        DataError: a field has the wrong type, or half of a surrogate pair.
     """
     record = Record(plain_fields(record.fields, record.where), record.where)
     fields = record.fields
@@ -417,19 +417,19 @@ def make_task(record: Record, source: str, position: int, whole: bool) -> Task:
 
 
 def meta_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that become ``Task.meta``: nothing else reads them, and they are not large."""
+    """Return the fields of a record that become ``Task.meta``: small ones that are not read otherwise."""
     return {name: value for name, value in fields.items() if name not in _NOT_META}
 
 
 def _answers(record: Record, whole: bool) -> tuple[str, ...]:
-    """Return the answers, unique, order kept; those of articles and punctuation with ``whole`` only."""
+    """Return the unique answers in their order; answers of only articles and punctuation are kept if ``whole``."""
     given = [record.fields[key] for key in ANSWER_KEYS if key in record.fields]
     if not given:
         raise DataError(f"{record.where}: no answer; expected one of the keys {', '.join(ANSWER_KEYS)}")
-    if record.fields.get("answerable") is False:  # MuSiQue's; the answer of such a record is a guess
+    if record.fields.get("answerable") is False:  # MuSiQue's key; the answer of such a record is a guess
         return ()
-    given.sort(key=lambda value: all(one in ("", None) for one in _as_list(value)))  # what is empty hides no answer
-    aliases = record.fields.get("answer_aliases", [])  # MuSiQue's
+    given.sort(key=lambda value: all(one in ("", None) for one in _as_list(value)))  # an empty value hides no answer
+    aliases = record.fields.get("answer_aliases", [])  # MuSiQue's key
     values = [*_items(given[0]), *_items(aliases)]
     answers: dict[str, None] = {}
     for value in values:
@@ -444,18 +444,18 @@ def _answers(record: Record, whole: bool) -> tuple[str, ...]:
 
 
 def supporting_ids(record: Record) -> tuple[str, ...]:
-    """Titles of the supporting facts: the passage ids of a corpus keyed by title; ``record`` has ``plain_fields``."""
+    """Return the titles of the supporting facts: the passage ids of a corpus keyed by title. Needs ``plain_fields``."""
     facts = record.fields.get("supporting_facts")
     facts = record.fields.get("supporting_ids") if facts is None else facts
     if facts is None:
-        paragraphs = record.fields.get("paragraphs")  # MuSiQue's
+        paragraphs = record.fields.get("paragraphs")  # MuSiQue's key
         paragraphs = [p for p in paragraphs if isinstance(p, dict)] if isinstance(paragraphs, list) else []
         facts = [paragraph.get("title") for paragraph in paragraphs if paragraph.get("is_supporting")]
-    if isinstance(facts, dict):  # as the data sets hub stores it: {"title": [...], "sent_id": [...]}
+    if isinstance(facts, dict):  # as the hub stores it: {"title": [...], "sent_id": [...]}
         facts = facts.get("title")
     if isinstance(facts, list):
         titles = [fact[0] if isinstance(fact, list) and fact else fact for fact in facts]
-        titles = [str(title) if type(title) is int else title for title in titles]  # ids that are numbers
+        titles = [str(title) if type(title) is int else title for title in titles]  # some ids are numbers
         if all(isinstance(title, str) for title in titles):
             return tuple(dict.fromkeys(titles))
     raise DataError(f"{record.where}: got supporting facts {_shown(facts)}, expected [[title, sentence number], ...]")
@@ -469,7 +469,7 @@ def _text(value: str | float | None) -> str:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a list, be it written as text; any other value is the one item."""
+    """Return the items of a list, also of one written as text; any other value is the only item."""
     found = listed(value) if isinstance(value, str) else None
     return _as_list(value) if found is None else list(found)
 
@@ -487,7 +487,7 @@ def _reason(error: ValueError | RecursionError) -> str:
         return "brackets nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return str(error)
-    return "a number of thousands of digits"  # the only other ValueError of json's
+    return "a number of thousands of digits"  # json raises no other ValueError here
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The records of published sets under the keys that ``envs/tasks/files.py`` reads, and the tables they are stored in.
+"""Conversion of the records of published sets to the keys that ``envs/tasks/files.py`` reads, and their tables.
 
 ==============  ====================================================================================================
 TriviaQA        ``{"Question", "QuestionId", "Answer": {"Value", "Aliases", ...}}``, also in the hub's small letters
@@ -37,7 +37,7 @@ from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 
 TABLES = {".csv": ",", ".tsv": "\t"}
-"""Endings of tables that are text, and what separates their columns."""
+"""Endings of tables that are text, with the separator of their columns."""
 PARQUET = ".parquet"
 
 _SPELLINGS = {
@@ -59,15 +59,15 @@ READ_FIELDS = (
 )
 """Fields of published sets that ``plain_fields`` reads."""
 ALIAS_FILE = "id_aliases.json"
-"""2Wiki's other names of its answers, a JSON object per line."""
+"""File with 2Wiki's other names of its answers, one JSON object per line."""
 _MAX_FIELD_CHARS = 2**31 - 1  # csv refuses fields of more than 131,072 characters unless told
 
 
 def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a record with the keys of HotpotQA and MuSiQue; a key that is there already is never replaced.
+    """Return a record with the keys of HotpotQA and MuSiQue; an existing key is not replaced.
 
-    ``{"Question": "Who?", "Answer": {"Value": "Ana", "Aliases": ["A."]}}`` becomes
-    ``{"question": "Who?", "answer": ["Ana", "A."]}``. ``where`` names the record in messages.
+    ``{"Question": "Who?", "Answer": {"Value": "Ana", "Aliases": ["A."]}}`` becomes ``{"question": "Who?", "answer":
+    ["Ana", "A."]}``. ``where`` names the record in messages.
 
     Raises:
         DataError: a text that should hold JSON does not.
@@ -86,10 +86,10 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
         found["answers"] = answers["text"] if isinstance(answers, dict) else [answer["text"] for answer in answers]
     add_natural_questions(found, where)
     if isinstance(found.get("answer"), dict):
-        found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # what is no answer is refused later
+        found["answer"] = _triviaqa_answers(found["answer"]) or found["answer"]  # other values are refused later
     if "possible_answers" in fields:
         found["golden_answers"] = _from_json(found["golden_answers"], f"{where}: possible_answers")
-    if isinstance(found.get("supporting_facts"), str):  # 2Wiki's, as the hub stores it
+    if isinstance(found.get("supporting_facts"), str):  # 2Wiki's value, as the hub stores it
         found["supporting_facts"] = _from_json(found["supporting_facts"], f"{where}: supporting_facts")
     steps = found.get("question_decomposition")
     if "paragraphs" not in found and "supporting_facts" not in found and isinstance(steps, list):
@@ -101,7 +101,7 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _add_trainers(found: dict[str, Any]) -> None:
-    """Add what the preparation scripts of Search-R1, verl and SkyRL put elsewhere: answers, question and id."""
+    """Add the answers, question and id that scripts of Search-R1, verl and SkyRL store under other keys."""
     rule: dict[str, Any] = next((found[key] for key in _RULES if isinstance(found.get(key), dict)), {})
     extra = found.get("extra_info")
     extra = extra if isinstance(extra, dict) else {}
@@ -123,12 +123,12 @@ def _add_trainers(found: dict[str, Any]) -> None:
     local_id = extra.get("id") if found.get("id") is None else found["id"]
     if local_id is None and isinstance(index, str | int):
         local_id = f"{extra.get('split', '')}_{index}".lstrip("_")
-    if isinstance(source, str) and isinstance(local_id, str | int):  # "test_0" is there once for every source
+    if isinstance(source, str) and isinstance(local_id, str | int):  # every source has a "test_0"
         found["id"] = f"{source}/{local_id}"
 
 
 def _for_the_tool(extra: dict[str, Any]) -> Any:
-    """Return the ground truth that verl's and SkyRL's scripts give to their search tool, too, or None."""
+    """Return the ground truth that the scripts of verl and SkyRL give to their search tool, or None."""
     for key in ("tools_kwargs", "search", "create_kwargs"):
         inner = extra.get(key)
         extra = inner if isinstance(inner, dict) else {}
@@ -136,7 +136,7 @@ def _for_the_tool(extra: dict[str, Any]) -> Any:
 
 
 def _asked(prompt: Any) -> str:
-    """Return what the last message of a chat has behind ``Question:``, or nothing."""
+    """Return the text after ``Question:`` in the last message of a chat, or an empty text."""
     last = prompt[-1] if isinstance(prompt, list) and prompt else None
     content = last.get("content") if isinstance(last, dict) else None
     return content.rpartition("Question:")[2].strip() if isinstance(content, str) and "Question:" in content else ""
@@ -152,12 +152,12 @@ def _add_kilt(found: dict[str, Any]) -> None:
     outputs = [output for output in outputs if isinstance(output, dict)]
     found["golden_answers"] = [output["answer"] for output in outputs if output.get("answer") is not None]
     places = [place for output in outputs for place in output.get("provenance") or [] if isinstance(place, dict)]
-    titles = dict.fromkeys(place.get("title") for place in places)  # the hub has "" where there is none
+    titles = dict.fromkeys(place.get("title") for place in places)  # the hub writes "" for a missing title
     found.setdefault("supporting_ids", [title for title in titles if isinstance(title, str) and title])
 
 
 def squad_questions(article: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the questions of an article of SQuAD's own file, and the place of each in it: ``"paragraph 2"``."""
+    """Yield the questions of an article of SQuAD's file, and the place of each in it: ``"paragraph 2"``."""
     paragraphs = article.get("paragraphs") if isinstance(article, dict) else None
     for number, paragraph in enumerate(paragraphs if isinstance(paragraphs, list) else [], start=1):
         questions = paragraph.get("qas") if isinstance(paragraph, dict) else None
@@ -200,7 +200,7 @@ _SHAPES: dict[str, _Fits] = {
     "FlashRAG": _has("id", "question", "golden_answers"),
     "RAG-R1": _has("question", "golden_answers"),
 }
-"""The shapes of records, told by their keys; the first that fits counts."""
+"""Shapes of records with the keys that tell them; the first that fits counts."""
 
 
 def shape_of(record: dict[str, Any]) -> str:
@@ -249,23 +249,23 @@ _ITEM = re.compile(
     r"""(?:\s*+,\s*+(?=["'0-9-])|\s*+\Z|\s++(?=["'0-9-]))""",
     re.DOTALL,
 )
-"""A text or a number of a list, and the comma or the white space behind it."""
+"""Text or number of a list, and the comma or white space after it."""
 
 
 def _literal(source: str) -> str | float | None:
     if source[0] not in "\"'":
-        with suppress(ValueError):  # of more digits than Python reads
+        with suppress(ValueError):  # more digits than Python reads
             number = int(source) if source.lstrip("-").isdecimal() else float(source)
             return number if math.isfinite(number) else None
         return None
     if "\\" not in source:
         return source[1:-1]
     if source[0] == '"':
-        with suppress(ValueError):  # Python has more escapes
+        with suppress(ValueError):  # Python has more escapes than JSON
             return str(json.loads(source))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not know
+            warnings.simplefilter("ignore")  # unknown escapes make Python warn
             return str(ast.literal_eval(source.replace("\n", "\\n")))
     except (ValueError, SyntaxError):
         return None

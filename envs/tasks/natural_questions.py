@@ -1,4 +1,4 @@
-"""The annotated forms of Natural Questions: what counts as an answer there, under the key ``golden_answers``.
+"""The annotated forms of Natural Questions: their answers are put under the key ``golden_answers``.
 
 NQ-open, which FlashRAG and both papers use, is ``{"question", "answer": [...]}`` and needs none of this. Its sources::
 
@@ -22,7 +22,7 @@ _YES_NO = {"YES": "yes", "NO": "no", 1: "yes", 0: "no"}
 
 
 def add_natural_questions(found: dict[str, Any], where: str) -> None:
-    """Set ``question`` and ``golden_answers`` of a record of these forms; any other record stays as it is.
+    """Set ``question`` and ``golden_answers`` of a record in one of these forms; other records stay as they are.
 
     Raises:
         DataError: a short answer points outside its document; ``where`` names the record.
@@ -60,7 +60,7 @@ def _text(span: dict[str, Any], tokens: list[str], where: str) -> str:
 
 
 def _tokens(record: dict[str, Any]) -> list[str]:
-    """Return the document's tokens, "" for those of its markup."""
+    """Return the tokens of the document, with "" for markup."""
     if isinstance(record.get("document_text"), str):
         plain = record["document_text"].split(" ")
         return ["" if token.startswith("<") and token.endswith(">") else token for token in plain]
@@ -70,7 +70,7 @@ def _tokens(record: dict[str, Any]) -> list[str]:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    """Return a list of objects, which the hub stores as an object of lists: ``{"text": ["a", "b"]}``."""
+    """Return a list of objects, also of one that the hub stores as an object of lists: ``{"text": ["a", "b"]}``."""
     if isinstance(value, dict):
         columns = {name: column for name, column in value.items() if isinstance(column, list)}
         count = max(map(len, columns.values()), default=0)

@@ -22,9 +22,9 @@ from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.files import unpacked_name
 
 NamedTasks = str | Path | Sequence[str | Path]
-"""What names task files: a path or a pattern, or several."""
+"""Name of task files: a path or a pattern, or several of them."""
 ENDINGS = (".json", ".jsonl", *TABLES, PARQUET)
-"""Of the task files in a folder; its other files are not read."""
+"""Endings of the task files in a folder; other files in it are not read."""
 _EXPECTED = (
     "a task file (JSON, JSONL, CSV, TSV or Parquet), a folder of them, or a pattern such as data/train-*.parquet"
 )
@@ -42,34 +42,34 @@ _SPLITS = {
 
 @dataclass(frozen=True, slots=True)
 class TaskFile:
-    """One file."""
+    """One task file and its source."""
 
     path: Path
     source: str
-    """What the ids of its tasks begin with."""
+    """Beginning of the ids of its tasks: ``nq/train``."""
 
 
 def as_list(named: NamedTasks) -> list[str | Path]:
-    """Return what is named, one by one."""
+    """Return the names in a list."""
     return [named] if isinstance(named, str | Path) else list(named)
 
 
 def shown(named: NamedTasks) -> str:
-    """Return what is named, for people: ``"a.json, data/nq"``."""
+    """Return the names for people: ``"a.json, data/nq"``."""
     return shortened(", ".join(map(str, as_list(named))), 200)
 
 
 def task_files(named: NamedTasks, *words: str) -> list[TaskFile]:
-    """Return the files that are named, in the given order; those of a folder or a pattern are ordered by name.
+    """Return the named files in the given order; the files of a folder or a pattern are ordered by name.
 
-    The source of a file is its name without endings or, where several files would share it, with the folders before
-    it that tell them apart. ``words`` may be given instead of a file, and are named in the error.
+    The source of a file is its name without endings or, where several files would share it, with the folders before it
+    that tell them apart. ``words`` may be given instead of a file, and are named in the error.
 
     Raises:
-        DataError: a file is missing or named twice, a folder or a pattern has none or those of several splits.
+        DataError: a file is missing or named twice, or a folder or a pattern has no files or files of several splits.
     """
     paths = [path for one in as_list(named) or [""] for path in _paths(one, words)]
-    absolute = [Path(os.path.abspath(path)) for path in paths]  # not resolved: a hub's cache is of links
+    absolute = [Path(os.path.abspath(path)) for path in paths]  # not resolved, because a hub's cache consists of links
     if len(set(absolute)) < len(paths):
         again = next(path for index, path in enumerate(absolute) if path in absolute[:index])
         raise DataError(f"{again} is named twice in {shown(named)}; name it once")
@@ -106,12 +106,12 @@ def _paths(one: str | Path, words: Sequence[str]) -> list[Path]:
 
 
 def _split(path: Path) -> str:
-    """Return the split that a file's name tells: ``"train"`` of ``nq-train-00000-of-00003.parquet``."""
+    """Return the split in a file's name: ``"train"`` for ``nq-train-00000-of-00003.parquet``."""
     return next((_SPLITS[word] for word in re.split("[^a-z]+", path.name.lower()) if word in _SPLITS), "")
 
 
 def _sources(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of some paths that tell all of them apart, without endings if that is enough."""
+    """Return the shortest ends of some paths that differ between all of them, without endings if that is enough."""
     for num_parts in range(1, max(len(path.parts) for path in paths) + 1):
         names = [Path(*path.parts[-num_parts:]) for path in paths]
         for sources in ([unpacked_name(name).with_suffix("") for name in names], names):

@@ -1,4 +1,4 @@
-"""The seven sets of the Search-R1 and RAG-R1 papers by name: where each is, how large it is, what was published on it.
+"""The seven sets of the Search-R1 and RAG-R1 papers by name: their files, sizes and published figures.
 
 The files are FlashRAG's, which both papers used. ``load_sets("musique", Path("sets"))`` reads
 ``sets/musique/dev.jsonl``; without a folder the file comes from the hub, or from its cache on this machine.
@@ -26,10 +26,10 @@ class PublishedSet:
     """One evaluation set."""
 
     folder: str
-    """Of FlashRAG's data sets, such as ``2wikimultihopqa``."""
+    """Folder among FlashRAG's data sets, such as ``2wikimultihopqa``."""
     split: str
     num_tasks: int
-    """Questions of the split, as both papers count them."""
+    """Questions in the split, as both papers count them."""
 
 
 SETS: dict[str, PublishedSet] = {
@@ -41,12 +41,12 @@ SETS: dict[str, PublishedSet] = {
     "musique": PublishedSet("musique", "dev", 2417),
     "bamboogle": PublishedSet("bamboogle", "test", 125),
 }
-"""By the name that ``ragr1 evaluate --tasks`` takes."""
+"""Evaluation sets by the name that ``ragr1 evaluate --tasks`` takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedFigures:
-    """Exact match that a paper reports, and the settings that it was measured with."""
+    """Exact match reported by a paper, with the settings of its measurement."""
 
     method: str
     settings: str
@@ -73,7 +73,7 @@ PUBLISHED: tuple[PublishedFigures, ...] = (
 
 
 def published_em(name: str) -> list[tuple[str, str, float]]:
-    """Return method, settings and exact match of every published policy on the set ``name``; empty if it is no set."""
+    """Return method, settings and exact match of every policy published on the set ``name``; empty if unknown."""
     if name not in SETS:
         return []
     position = list(SETS).index(name)

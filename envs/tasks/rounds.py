@@ -1,6 +1,6 @@
-"""In which order the evidence of a question can be asked for.
+"""Rounds of queries: the order in which the evidence of a question can be asked for.
 
-In a round are names that the question has, or a passage that an earlier round found.
+The names of a round are in the question, or in a passage that an earlier round found.
 
 ::
 
@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"#(\d+)")
 def search_rounds(question: str, titles: Sequence[str], fields: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     """Return the queries of each round; ``()`` if there is no evidence, or all of it is asked for at once.
 
-    A name that the question does not have is asked for as a passage has it: ``Ana Bell (director)`` is ``Ana Bell``.
+    A name that is not in the question is asked for as passages write it: ``Ana Bell`` for ``Ana Bell (director)``.
 
     Args:
         question: its text.
@@ -37,7 +37,7 @@ def search_rounds(question: str, titles: Sequence[str], fields: Mapping[str, Any
     for title in titles:
         depth = depths.get(folded(title), depths.get(folded(_bare(title)), 0))
         if not depth and not is_named[title] and any(is_named.values()):
-            depth = 1  # the names of triples and titles may differ
+            depth = 1  # the names in the triples may differ from the titles
         rounds.setdefault(depth, []).append(_bare(title) if depth and folded(title) not in asked else title)
     return tuple(tuple(rounds[depth]) for depth in sorted(rounds)) if len(rounds) > 1 else ()
 
@@ -45,7 +45,7 @@ def search_rounds(question: str, titles: Sequence[str], fields: Mapping[str, Any
 def depths_of_triples(triples: Any) -> dict[str, int]:
     """Return the round of every subject of 2Wiki's triples: an object is known once the subject was read about.
 
-    By the ``folded`` subject: ``{"devotion": 0, "guidobrignone": 1}``.
+    The keys are ``folded`` subjects: ``{"devotion": 0, "guidobrignone": 1}``.
     """
     if not isinstance(triples, list):
         return {}
@@ -62,7 +62,7 @@ def _depth(name: str, known_from: Mapping[str, str]) -> int:
 
 
 def _depths_of_steps(steps: Any) -> dict[str, int]:
-    """Return the round of every title by MuSiQue's steps; empty if a step does not name its passage."""
+    """Return the round of every title, from MuSiQue's steps; empty if a step does not name its passage."""
     if not isinstance(steps, list):
         return {}
     depths: list[int] = []
@@ -84,5 +84,5 @@ def _bare(title: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return letters and digits only: a question and a title differ in case, blanks and marks."""
+    """Return letters and digits only, since a question and a title differ in case, blanks and marks."""
     return "".join(filter(str.isalnum, text.casefold()))

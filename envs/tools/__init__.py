@@ -1,1 +1,1 @@
-"""Tools that a policy calls: how a turn writes calls, and what answers them."""
+"""Tools that a policy calls: grammars of calls, and the tools that answer them."""

@@ -1,4 +1,4 @@
-"""Tools: what answers the calls of a turn. A function with type hints and a docstring is one.
+"""Tools: they answer the calls of a turn. A function with type hints and a docstring is a tool.
 
 ::
 
@@ -15,9 +15,9 @@
         schema = schema_of(open_page)
         async def call(self, calls): ...                # all calls of a turn to this tool, at once
 
-The policy reads a ``ToolError`` as the result of its call. Of arguments that do not fit the schema it reads what is
-wrong. A ``ServiceError`` says that a service does not answer: the attempt is made again. Any other exception ends the
-trajectory as an error of the data.
+The policy reads a ``ToolError`` as the result of its call, and likewise why arguments do not fit the schema. A
+``ServiceError`` says that a service does not answer: the attempt is made again. Any other exception ends the trajectory
+as a failure of the data.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers one call with."""
+    """Answer of a tool to one call."""
 
     text: str
-    """What the policy reads."""
+    """Text for the policy."""
     calls: tuple[ToolCall, ...]
-    """For the record: the call, or those that it was made of, such as one for each query of a search."""
+    """Calls for the record: this one, or the calls of which it was made, such as one per query of a search."""
     is_error: bool = False
-    """The call was wrong, or the tool raised a ``ToolError``."""
+    """Whether the call was wrong, or the tool raised a ``ToolError``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counts, such as ``{"duplicate_queries": 1.0}``."""
 
@@ -62,38 +62,38 @@ class Tool(ABC):
     """A tool of one trajectory; subclasses take ``(context: EnvContext, options: ToolOptions)``."""
 
     schema: ClassVar[ToolSchema]
-    """What the policy is told of it; ``schema_of`` makes one of a function."""
+    """Description of the tool for the policy; ``schema_of`` makes one of a function."""
     needs: ClassVar[type[Any] | None] = None
     """A protocol of ``retrieval.base`` that the environment's retriever must have, such as ``PageRetriever``."""
     needs_headings: ClassVar[bool] = False
     """Whether the titles of the corpus must have headings."""
 
     def __init__(self, context: EnvContext, options: ToolOptions) -> None:
-        """Keep what the environment gets, such as the retriever, the models and a seed, and its options."""
+        """Keep ``context``, such as the retriever, the models and a seed, and the options of the environment."""
         self.context, self.options = context, options
 
     @property
     def name(self) -> str:
-        """How the policy calls it."""
+        """Name by which the policy calls the tool."""
         return str(self.schema["function"]["name"])
 
     def begin(self, arguments: Arguments) -> None:  # noqa: B027 - few tools can begin early
-        """Begin what ``call`` will probably be asked for: a call of the turn is complete, the rest is being sampled.
+        """Begin the work of a call that is complete, while the rest of the turn is being sampled.
 
         It must not change what ``call`` returns, only the time that ``call`` takes.
         """
 
     @abstractmethod
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
-        """Answer all calls that a turn makes of this tool: ``[len(calls)]``. Their arguments fit the schema.
+        """Answer all calls of a turn to this tool: ``[len(calls)]``. Their arguments fit the schema.
 
         Raises:
-            ToolError: none of them can be answered, because of what they are; the policy reads why.
+            ToolError: none of these calls can be answered; the policy reads the message.
             ServiceError: a service does not answer.
         """
 
     def close(self) -> None:  # noqa: B027 - most tools leave nothing under way
-        """End what is still running. Called once, after the trajectory has ended in any way."""
+        """End running work. It is called once, after the trajectory has ended in any way."""
 
     @cached_property
     def _validator(self) -> Any:
@@ -119,7 +119,7 @@ class Tool(ABC):
 
 
 class FunctionTool(Tool):
-    """A function. Plain ones run in threads, at the same time as others."""
+    """Function as a tool. Plain functions run in threads, at the same time as others."""
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class FunctionTool(Tool):
         self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
 
     def problem_of(self, arguments: Arguments) -> str:
-        """Return what is wrong with the arguments of a call: one that the function has not, or what its schema says."""
+        """Return what is wrong with the arguments of a call: an unknown one, or what the schema says; empty if none."""
         known = self.schema["function"].get("parameters", {}).get("properties", {})
         if not self._takes_any and (unknown := [name for name in arguments if name not in known]):
             return f"there is no argument {shortened(unknown[0])}; the arguments are: {', '.join(known) or 'none'}"
         return super().problem_of(arguments)
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
-        """Call the function once for each, at the same time."""
+        """Call the function once per call, all at the same time."""
         return list(await asyncio.gather(*map(self._call, calls)))
 
     async def _call(self, arguments: Arguments) -> ToolResult:
@@ -165,7 +165,7 @@ class FunctionTool(Tool):
 
 
 def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
-    """Return a result in at most ``max_tokens`` tokens of ``encode``; what is cut ends with a note that says so."""
+    """Return a result in at most ``max_tokens`` tokens of ``encode``; a cut result ends with a note that says so."""
     if len(text) <= max_tokens * MAX_TOKEN_CHARS and len(encode(text)) <= max_tokens:
         return text
 
@@ -178,8 +178,8 @@ def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
 
 
 def _whole(value: Any, schema: Any) -> Any:
-    """Return a value with an ``int`` for each number like 2.0 that a schema takes as a whole number."""
-    if not isinstance(schema, Mapping):  # true, or a list of schemas
+    """Return a value with an ``int`` for each number such as 2.0 for which a schema asks a whole number."""
+    if not isinstance(schema, Mapping):  # the schema is ``true``, or a list of schemas
         return value
     match value:
         case float() if "integer" in own_types(schema) and value.is_integer():
@@ -196,7 +196,7 @@ def as_text(returned: object, function: Callable[..., Any]) -> str:
     """Return what a tool returned as the text that the policy reads: a text as it is, anything else as JSON.
 
     Raises:
-        ConfigError: it is neither; with the function's file and line.
+        ConfigError: it is neither; the message names the function's file and line.
     """
     if isinstance(returned, str):
         return valid_unicode(returned)
@@ -213,7 +213,7 @@ def schema_of(function: Callable[..., Any]) -> ToolSchema:
     """Return the schema of a function from its type hints and the ``Args:`` of its docstring, as transformers reads it.
 
     Raises:
-        ConfigError: an argument has no type hint or no description, or there is no docstring; with file and line.
+        ConfigError: an argument has no type hint or no description, or there is no docstring; it names file and line.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
@@ -245,7 +245,7 @@ _JSON_TYPES = (str, int, float, list, tuple, dict, type(None))
 
 
 def _with_null(value: Any) -> Any:
-    """Return a schema of transformers in JSON schema's own words: null is a type, and not a property ``nullable``."""
+    """Return a schema of transformers as plain JSON schema: null is a type, and not a property ``nullable``."""
     if isinstance(value, list):
         return [_with_null(one) for one in value]
     if not isinstance(value, dict):
@@ -268,7 +268,7 @@ TOOLS: dict[str, Any] = {
 
 
 def check_retriever(names: Sequence[str], retriever_class: type) -> None:
-    """Raise a ``ConfigError`` if a retriever cannot do what one of the tools needs."""
+    """Raise a ``ConfigError`` if a retriever lacks a method that one of the tools needs."""
     for name, tool in _classes(names):
         if tool.needs is not None and not issubclass(retriever_class, tool.needs):
             raise ConfigError(
@@ -279,7 +279,7 @@ def check_retriever(names: Sequence[str], retriever_class: type) -> None:
 
 
 def check_headings(names: Sequence[str], has_headings: Callable[[], bool]) -> None:
-    """Raise a ``ConfigError`` if one of the tools needs headings, and the corpus has none."""
+    """Raise a ``ConfigError`` if one of the tools needs headings and the corpus has none."""
     if (needing := [name for name, tool in _classes(names) if tool.needs_headings]) and not has_headings():
         raise ConfigError(
             f"environment.tools: {needing[0]} needs a corpus with headings, and no title of the index has one; "
@@ -295,7 +295,7 @@ def _classes(names: Sequence[str]) -> Iterator[tuple[str, type[Tool]]]:
 
 
 def make_tools(names: Sequence[str], context: EnvContext, options: ToolOptions) -> dict[str, Tool]:
-    """Make the tools of one trajectory, by name; ``ConfigError`` if one is none, or two have the same name."""
+    """Make the tools of one trajectory, by name; ``ConfigError`` if a name is unknown or two tools share one."""
     check_retriever(names, type(context.retriever))
     found: dict[str, Tool] = {}
     for name in names:

@@ -59,14 +59,14 @@ class ToolEnv(TextEnv):
         return unclosed_thought(text)
 
     def peek(self, partial: str) -> None:
-        """Let tools begin the calls of this turn that are complete."""
-        if self._turns_left > 1:  # on the last turn no call is answered
+        """Let the tools begin the complete calls of this turn."""
+        if self._turns_left > 1:  # calls of the last turn are not answered
             for request in self._parser.feed(partial):
                 if not self._problem_of(request):
                     self._tools[request.name].begin(request.arguments)
 
     async def act(self, turn: Completion) -> StepResult:
-        """Answer the calls of a turn, or take its text as the answer."""
+        """Answer the calls of a turn, or take its text as the answer if it has none."""
         parsed = self._parser.end(turn.text)
         self._parser = self._make_parser(self.tools)
         self._turns_left -= 1
@@ -88,7 +88,7 @@ class ToolEnv(TextEnv):
         return StepResult(notice=notice + self._notice(), action=MALFORMED, metrics=metrics)
 
     async def _answer(self, requests: Sequence[CallRequest]) -> list[ToolResult]:
-        """Answer the calls of a turn: those of one tool at once, and the tools at the same time."""
+        """Answer the calls of a turn: all calls to one tool together, and all tools at the same time."""
         found: dict[int, ToolResult] = {}
         by_tool: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -112,7 +112,7 @@ class ToolEnv(TextEnv):
             return [wrong_call(request, str(error)) for request in requests]
 
     def _problem_of(self, request: CallRequest) -> str:
-        """Return why a call cannot be made, for the policy; empty if it can."""
+        """Return why a call cannot be made, as a text for the policy; empty if it can."""
         tool = self._tools.get(request.name)
         if tool is None:
             return f"There is no tool named {request.name}. The tools are: {', '.join(self._tools)}."

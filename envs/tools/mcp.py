@@ -43,21 +43,21 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
 _REMOTE = re.compile(r'"\$(?:ref|dynamicRef)": "(?!#)')
-"""A reference to another document, which jsonschema would fetch."""
+"""Reference to another document, which jsonschema would fetch."""
 _LOCAL = re.compile(r'"\$(?:ref|dynamicRef)": ("#(?:[^"\\]|\\.)*")')
-"""A reference to a part of the schema."""
+"""Reference to a part of the schema."""
 _FORGOTTEN = "HTTP 404"
-"""The status from a server that no longer knows the session, as after a restart."""
+"""Status from a server that does not know the session any more, such as after a restart."""
 _MAX_QUOTED = 200
 
 logger = logging.getLogger(__name__)
 
 
 def all_tools(settings: EnvironmentSettings, context: EnvContext, options: ToolOptions) -> dict[str, Tool]:
-    """Make the tools of one trajectory, by name: those of ``environment.tools``, and those of ``environment.mcp``.
+    """Make the tools of one trajectory, by name, from ``environment.tools`` and ``environment.mcp``.
 
     Raises:
-        ConfigError: a name is of no tool, or two tools have the same name.
+        ConfigError: a name is unknown, or two tools have the same name.
     """
     found = make_tools(settings.tools, context, options)
     for name, server in settings.mcp.items():
@@ -83,7 +83,7 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
     If the settings have tools already, a warning names those that have changed or are gone.
 
     Raises:
-        ConfigError: it does not answer, lists none or not those of ``only``, or a schema cannot be used.
+        ConfigError: it does not answer, it lists no tools or not all of ``only``, or a schema cannot be used.
     """
     where = f"environment.mcp.{name}"
     if find_spec("mcp") is None:
@@ -113,7 +113,7 @@ async def list_tools(name: str, server: McpServer) -> list[ToolSchema]:
 
 
 def _problem_of(parameters: Mapping[str, Any]) -> str:
-    """Return why arguments cannot be checked by a schema; empty if they can."""
+    """Return why a schema cannot check arguments; empty if it can."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
     from referencing import Registry
@@ -137,10 +137,10 @@ def _problem_of(parameters: Mapping[str, Any]) -> str:
 
 
 class McpTool(FunctionTool):
-    """A tool of a server. The calls of a turn are made at the same time."""
+    """Tool of a server. The calls of a turn are made at the same time."""
 
     def __init__(self, client: McpClient, schema: ToolSchema, context: EnvContext, options: ToolOptions) -> None:
-        """Call by ``client``. The schema is a text of others: the policy gets it without control tokens."""
+        """Take the client and the schema, a text of others, from which control tokens are removed for the policy."""
         name = schema["function"]["name"]
         super().__init__(partial(client.call, name), context, options, _defused(schema, context.defuse))
         self._client = client
@@ -161,10 +161,10 @@ def _defused(value: Any, defuse: DefuseFn) -> Any:
 
 
 class McpClient:
-    """Calls the tools of one server. The first call opens a session, and so does the next one after a session broke."""
+    """Calls the tools of one server. The first call opens a session, also the first one after a session broke."""
 
     def __init__(self, name: str, server: McpServer) -> None:
-        """Nothing is opened yet."""
+        """Take the settings of a server; no session is opened yet."""
         self._name, self.server = name, server
         self._session: _Session | None = None
 
@@ -188,13 +188,13 @@ class McpClient:
         return text
 
     def close(self) -> None:
-        """End the session; the server that it started has ended a second later."""
+        """End the session; a server that it started ends within a second."""
         if self._session is not None:
             self._session.close()
 
 
 def _text_of(result: CallToolResult) -> str:
-    """Return what the policy reads of a result: its texts, and a note for any other content."""
+    """Return the text for the policy: the texts of a result, and a note for any other content."""
     texts = []
     for block in result.content:
         found = block.text if block.type == "text" else None
@@ -207,7 +207,7 @@ def _text_of(result: CallToolResult) -> str:
 
 
 class _Session:
-    """A session with a server, in a separate asyncio task: what enters a task group of the SDK must leave it."""
+    """A session with a server, in a separate asyncio task, which enters and leaves a task group of the SDK."""
 
     def __init__(self, name: str, server: McpServer, stderr: TextIO | None = None) -> None:
         self._name, self._server, self._stderr = name, server, stderr
@@ -237,7 +237,7 @@ class _Session:
         return self._client
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Return a result; ``ServiceError`` if there is none, and the session is closed if it is broken."""
+        """Return a result; raises ``ServiceError`` if there is none, and closes the session if it is broken."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS
 
@@ -256,7 +256,7 @@ class _Session:
             if error.code == CONNECTION_CLOSED or self._status == _FORGOTTEN:
                 self.close()
             raise ServiceError(f"{tool}: {self._said(error)}") from error
-        except (ValidationError, RuntimeError) as error:  # the result is not what protocol or server promise
+        except (ValidationError, RuntimeError) as error:  # the result breaks the protocol or the server's schema
             raise ServiceError(f"{tool}: {self._said(error)}") from error
         self._answered_s = now()
         return result
@@ -270,7 +270,7 @@ class _Session:
                 self._client = client
                 self._settled.set()
                 await self._closing.wait()
-        except Exception as error:  # a boundary: to a server, by an SDK that raises groups of exceptions
+        except Exception as error:  # a process boundary: an SDK that raises groups of exceptions
             self._problem = self._said(error)
         finally:
             self._client, self._problem = None, self._problem or "the session ended"
@@ -283,7 +283,7 @@ class _Session:
         from mcp.client.stdio import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
-        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a traceback for each line that is no message
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # avoids a traceback for each line that is not a message
         server = self._server
         transport: AbstractAsyncContextManager[Any]
         if server.url:
@@ -320,7 +320,7 @@ class _Session:
             _warn(f"{where} lists other tools than before the run ({note})")
 
     async def _note(self, message: object) -> None:
-        if isinstance(message, ValidationError):  # a line that is no message
+        if isinstance(message, ValidationError):  # the line is not a message
             self._odd_output = self._odd_output or str(first_problem(message)[1])
 
     async def _limit_end(self, request: Any) -> None:
@@ -332,7 +332,7 @@ class _Session:
             self._status = f"HTTP {response.status_code}" if response.status_code >= 400 else ""
 
     def _said(self, error: BaseException) -> str:
-        """Return an error of the SDK in one sentence, with the HTTP status and odd output of the server, if any."""
+        """Return an SDK error in one sentence, with the HTTP status and unexpected output of the server, if any."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
@@ -347,7 +347,7 @@ class _Session:
 
 
 def _difference(known: Sequence[ToolSchema], listed: Sequence[ToolSchema]) -> str:
-    """Return what differs between the tools that are known and those that are listed: ``"add is gone"``."""
+    """Return the difference between the known and the listed tools: ``"add is gone"``."""
     now = {tool["function"]["name"]: tool for tool in listed}
     before = {tool["function"]["name"]: tool for tool in known}
     differing = [name for name, tool in before.items() if now.get(name) != tool]
@@ -356,5 +356,5 @@ def _difference(known: Sequence[ToolSchema], listed: Sequence[ToolSchema]) -> st
 
 @lru_cache(64)
 def _warn(text: str) -> None:
-    """Warn once: each trajectory may open a session."""
+    """Warn once, since each trajectory may open a session."""
     logger.warning("%s", text)

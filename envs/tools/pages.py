@@ -33,7 +33,7 @@ class _Opened:
 
 
 class PageTool(Tool):
-    """Opens pages with the environment's retriever: those of all calls of a turn together, each once."""
+    """Opens pages with the environment's retriever: the pages of all calls of a turn together, each once."""
 
     needs = PageRetriever
 
@@ -95,7 +95,7 @@ class ReadSectionTool(PageTool):
     needs_headings: ClassVar[bool] = True
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
-        """Read the sections of all calls; instead of one that is missing, name the sections of its page."""
+        """Read the sections of all calls; for a missing section, name the sections of its page."""
         asked = [(call["title"].strip(), call["heading"].strip()) for call in calls]
         sections = await self._open([HEADING.join(one) for one in asked])
         pages = await self._open([one[0] for one in asked if not sections[HEADING.join(one)].page])
@@ -115,8 +115,8 @@ class ReadSectionTool(PageTool):
 def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -> str:
     r"""Return title and passages of a page that is not empty, in at most ``max_tokens`` tokens of ``encode``.
 
-    Passages are whole; only a first one that does not fit alone is cut. ``"Riga\nRiga lies in Latvia.\n§ History\n
-    It was founded in 1201.\n(2 of 5 pieces are shown.)"``.
+    Passages stay whole; only a first one that does not fit alone is cut. ``"Riga\nRiga lies in Latvia.\n§ History\n It
+    was founded in 1201.\n(2 of 5 pieces are shown.)"``.
     """
     titles = {passage.title for passage in page}
     title = page_title(page[0].title) if len(titles) > 1 else page[0].title

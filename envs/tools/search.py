@@ -39,7 +39,7 @@ class SearchTool(Tool):
     }
 
     def __init__(self, context: EnvContext, options: ToolOptions) -> None:
-        """Search with the environment's retriever."""
+        """Take the environment's retriever for searches."""
         super().__init__(context, options)
         self._searches = self._new_turn()
 
@@ -89,7 +89,7 @@ class SearchTool(Tool):
         return ToolResult(text, calls, metrics=counts)
 
     def close(self) -> None:
-        """Cancel the searches of a turn that never ended."""
+        """Cancel the searches of a turn that did not end."""
         self._searches.cancel()
 
 

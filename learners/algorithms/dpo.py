@@ -20,7 +20,7 @@ class DPOLearner(Learner):
     """Direct preference optimization (Rafailov et al., arXiv:2305.18290), on-policy.
 
     The best and the worst trajectory of a group form a pair, then the second best and the second worst, and so on while
-    their rewards differ. The two may lie in different micro-batches: before every step the policy scores its minibatch,
+    their rewards differ. The two may be in different micro-batches: before every step the policy scores its minibatch,
     and the step trains the log-prob of every token times the slope of the loss at the pair's margin, which has the same
     gradient. This costs one more forward pass per step. The settings of the ``training`` section that change a policy
     gradient are not used: ``kl_coeff`` and ``entropy_coeff``.
@@ -40,18 +40,18 @@ class DPOLearner(Learner):
         return [member for pair in chosen for member in pair]
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Score the batch under the reference."""
+        """Score the batch under the reference and return ``ref_logprobs``."""
         return {"ref_logprobs": self.reference_logprobs(batch.flat)}
 
     def minibatches(self, batch: TrainBatch, rng: np.random.Generator) -> Iterator[list[int]]:
-        """Keep pairs together."""
+        """Yield minibatches in which the two trajectories of a pair are together."""
         order = rng.permutation(len(batch.trajectories) // 2)
         for part in np.array_split(order, self.schedule.num_minibatches):
             if len(part):
                 yield [index for pair in part.tolist() for index in (2 * pair, 2 * pair + 1)]
 
     def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return loss and slope of every pair of the minibatch, scaled so that the mean over tokens is over pairs."""
+        """Return loss and slope of each pair of the minibatch, scaled so that the mean over tokens is over pairs."""
         lengths_N = batch.model_lengths
         logprobs_M = self.score(self.policy_logprobs, batch.flat, indices)
         gains_N = batch.per_trajectory(logprobs_M - batch.columns["ref_logprobs"])
@@ -74,9 +74,9 @@ class DPOLearner(Learner):
         return dpo_loss(margins_P, self.options.beta)
 
     def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
-        """Return the value of the pair's loss, with its gradient."""
+        """Return the value of the pair's loss, with its gradient by the log-probs."""
         steps = columns["slopes"] * (outputs.logprobs - outputs.logprobs.detach())
-        margin, share = columns["margin"], columns["share"]  # times its share, a mean over tokens is one over pairs
+        margin, share = columns["margin"], columns["share"]  # the factor makes a mean over tokens one over pairs
         metrics = {"margin": margin * share, "pair_accuracy": (margin > 0) * share}
         return TokenLoss(columns["pair_loss"] + steps, metrics)
 

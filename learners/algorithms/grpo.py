@@ -48,7 +48,7 @@ class GRPOLearner(PolicyGradientLearner):
     """Group relative policy optimization (Shao et al., arXiv:2402.03300), the base of all learners with a group.
 
     Deviations: the mean is over tokens instead of over trajectories first (DAPO, arXiv:2503.14476);
-    ``aggregation=trajectory_mean`` is the paper's. Groups whose rewards are all equal are left out where they have no
+    ``aggregation=trajectory_mean`` follows the paper. Groups whose rewards are all equal are left out if they have no
     gradient (``drops_flat_groups``). With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its
     tokens are subtracted from its reward, before the baseline.
     """
@@ -56,7 +56,7 @@ class GRPOLearner(PolicyGradientLearner):
     options_class: ClassVar[type[LearnerOptions]] = GroupOptions
     options: GroupOptions
     trajectory_advantages = staticmethod(group_advantages)
-    """Advantages per trajectory, ``[N]`` of float64, from rewards and group numbers, ``[N]`` each."""
+    """Function for the advantages per trajectory, float64 ``[N]``, from rewards and group numbers, ``[N]`` each."""
 
     @property
     def max_model_tokens(self) -> int:
@@ -69,22 +69,22 @@ class GRPOLearner(PolicyGradientLearner):
     def drops_flat_groups(self) -> bool:
         """Whether groups whose rewards are all equal are left out.
 
-        DAPO and CISPO leave them out (arXiv:2503.14476, section 3.2; arXiv:2506.13585, section 3.1). The papers of the
-        others do not: KL and entropy of such a group count. REINFORCE++ whitens over them too. Deviation: without KL
-        term and entropy bonus they have no gradient, and are left out of the mean as well.
+        DAPO and CISPO leave them out (arXiv:2503.14476, section 3.2; arXiv:2506.13585, section 3.1). The other papers
+        do not: KL and entropy of such a group count, and REINFORCE++ whitens over them too. Deviation: without KL term
+        and entropy bonus they have no gradient, and are left out of the mean as well.
         """
         if self.options.drop_zero_variance is not None:
             return self.options.drop_zero_variance
         return not (self.config.training.kl_coeff or self.config.training.entropy_coeff)
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Leave out a group whose rewards are all equal, where ``drops_flat_groups``."""
+        """Return no member of a group whose rewards are all equal, if ``drops_flat_groups``; else all members."""
         if self.drops_flat_groups and not has_variance([member.reward for member in members]):
             return []
         return members
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Give every MODEL token the advantage of its trajectory, and with ``turn_credit`` that of its turn."""
+        """Return for every MODEL token the advantage of its trajectory, plus with ``turn_credit`` that of its turn."""
         rewards_N, credit = self.shaped_rewards(batch), self.options.turn_credit
         advantages_M = batch.per_token(self.trajectory_advantages(rewards_N, torch.tensor(batch.group_ids)))
         if credit is not None:
@@ -95,7 +95,7 @@ class GRPOLearner(PolicyGradientLearner):
         return {"advantages": advantages_M}
 
     def shaped_rewards(self, batch: TrainBatch) -> torch.Tensor:
-        """Return the reward per trajectory minus the penalties for length and divergence, ``[N]`` of float64."""
+        """Return the reward per trajectory minus the penalties for length and divergence, float64 ``[N]``."""
         rewards_N = batch.rewards
         if self.options.overlong_share:
             lengths_N = batch.model_lengths.double()
@@ -105,7 +105,7 @@ class GRPOLearner(PolicyGradientLearner):
         return rewards_N
 
     def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return the weight per MODEL token, where the mean of the step is not one over all its tokens."""
+        """Return the weight per MODEL token if the step does not average over all its tokens."""
         if self.options.aggregation == "token_mean":
             return {}
         lengths_N = batch.model_lengths
@@ -138,7 +138,7 @@ class GSPOLearner(GRPOLearner):
     default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)  # section 5.1
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the clipped surrogate of the sequence's ratio."""
+        """Return the clipped surrogate loss with the ratio of the sequence."""
         log_ratios_M = sequence_log_ratios(logprobs_M, columns["old_logprobs"], columns.sequence_ids)
         return clipped_policy_loss(
             log_ratios_M, torch.zeros_like(log_ratios_M), columns["advantages"], *self.clip, self.options.dual_clip
@@ -190,5 +190,5 @@ class ReinforcePPLearner(DrGRPOLearner):
     options_class: ClassVar[type[LearnerOptions]] = ReinforcePPOptions
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Whiten over the MODEL tokens of the batch."""
+        """Return the advantages, whitened over the MODEL tokens of the batch."""
         return {"advantages": whiten(super().compute_advantages(batch)["advantages"])}

@@ -1,10 +1,10 @@
-"""What all policy gradients share: the clipped loss, the correction for the sampler, and the terms added to it.
+"""Base of all policy gradients: the clipped loss, the correction for the sampler, and the terms added to it.
 
 ::
 
     compute_loss = loss_weights * ( policy_loss * weights for the sampler  -  entropy bonus  +  KL  +  LLDS )
 
-An algorithm overrides ``compute_advantages`` and, where its loss differs, ``policy_loss``.
+An algorithm overrides ``compute_advantages`` and, if its loss differs, ``policy_loss``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class PolicyGradientLearner(Learner):
     options_class: ClassVar[type[LearnerOptions]] = PolicyGradientOptions
     options: PolicyGradientOptions
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.2)
-    """``clip_low`` and ``clip_high`` where they are null."""
+    """Values of ``clip_low`` and ``clip_high`` that replace null."""
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far the ratio may fall below 1 and rise above 1."""
+        """Largest amounts by which the ratio may fall below 1 and rise above 1."""
         low, high = self.options.clip_low, self.options.clip_high
         return self.default_clip[0] if low is None else low, self.default_clip[1] if high is None else high
 
     @property
     def corrects_sampling(self) -> bool:
-        """Whether a token or a sequence is weighted by the learner's log-prob less the engine's."""
+        """Whether a token or a sequence is weighted by the ratio of the learner's and the engine's probabilities."""
         is_set = self.options.tis_clip > 0 or self.options.sequence_correction is not None
         return self.uses_old_logprobs and is_set
 
     def prepare(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Score the batch under the reference where there is a KL term; number turns or sequences for LLDS."""
+        """Score the batch under the reference if there is a KL term; number turns or sequences for LLDS."""
         columns: dict[str, torch.Tensor] = {}
         if self.config.training.kl_coeff > 0:
             ref_logprobs_M = self.reference_logprobs(batch.flat)
@@ -66,7 +66,8 @@ class PolicyGradientLearner(Learner):
         )
 
     def correct_sampling(self, policy_loss_M: torch.Tensor, columns: TokenColumns) -> TokenLoss:
-        """Return the policy loss times the weights for the engine, of tokens and of sequences, and their metrics."""
+        """Return the policy loss times the weights, per token and sequence, that correct for the engine; with
+        metrics."""
         tis_clip, correction = self.options.tis_clip, self.options.sequence_correction
         metrics: dict[str, torch.Tensor] = {}
         sequences = None
@@ -128,7 +129,7 @@ def turn_ids(batch: TrainBatch) -> torch.Tensor:
                 f"trajectory {trajectory.trajectory_id}: its turns have {found} MODEL tokens, expected {before[-1]}; "
                 "set Turn.num_model_tokens to the number in each turn"
             )
-        # a token that code wrote belongs to the turn that goes on behind it, or, where none does, to the last one
+        # a token that code wrote belongs to the next turn, or to the last one if none follows
         turns = np.searchsorted(ends, before - is_sampled_M[start:end], side="right")
         numbers.append(num_turns + turns.clip(max=len(ends) - 1))
         num_turns += len(ends)

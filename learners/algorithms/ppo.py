@@ -40,7 +40,7 @@ class PPOLearner(PolicyGradientLearner):
 
     @property
     def critic_schedule(self) -> Schedule:
-        """The policy's schedule with the learning rate and warm-up of the critic."""
+        """Schedule of the policy, with learning rate and warm-up of the critic."""
         lr = self.lr_factor * self.options.vf_lr if self.options.vf_lr else 10 * self.schedule.lr
         return replace(self.schedule, lr=lr, warmup_steps=self.options.vf_warmup_steps)
 
@@ -49,7 +49,7 @@ class PPOLearner(PolicyGradientLearner):
         return {**super().engines(), "critic": self.critic}
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Rewards of turns at their last MODEL tokens, minus the KL penalty at every token; GAE; whitening."""
+        """Return advantages and returns by GAE, whitened, with turn rewards and the KL penalty in the rewards."""
         values_M = self.score(self.critic, batch.flat)
         rewards_M = torch.zeros_like(values_M)
         if batch.columns.rollout_kl is not None:
@@ -61,10 +61,10 @@ class PPOLearner(PolicyGradientLearner):
         return {"advantages": whiten(advantages_M), "returns": returns_M, "values": values_M}
 
     def train(self, batch: TrainBatch, meter: Meter) -> None:
-        """Take all steps of the critic, then those of the policy on the same micro-batches.
+        """Take all steps of the critic, then all steps of the policy on the same micro-batches.
 
-        Neither depends on the other. So a critic that rests comes to the device once per update, for its values and its
-        steps, and has left it when the policy's activations are there.
+        Neither depends on the other. So a critic that is offloaded is on the device once per update, for its values and
+        its steps, and not at the same time as the policy's activations.
         """
         with self.critic.in_use():
             for step, indices in enumerate(self.steps(batch)):
@@ -86,8 +86,8 @@ class PPOLearner(PolicyGradientLearner):
 def turn_rewards(batch: TrainBatch) -> torch.Tensor:
     """Return the reward at every MODEL token, ``[M]`` of float64, whose sum over a trajectory is its reward.
 
-    ``Turn.reward`` is at the turn's last token, and the rest of the trajectory's reward at the last token of all. The
-    reward of a turn without a MODEL token goes to the turn before it, or to the first token.
+    ``Turn.reward`` is at the turn's last token, and the rest of the trajectory's reward at its last token. The reward
+    of a turn without a MODEL token goes to the turn before it, or to the first token.
     """
     rewards_M = torch.zeros(len(batch.columns.trajectory_ids), dtype=torch.float64)
     starts, ends = batch.flat.trajectory_offsets[:-1].tolist(), batch.flat.trajectory_offsets[1:].tolist()

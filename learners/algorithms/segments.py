@@ -1,4 +1,4 @@
-"""Decisions of a demonstration, for SFT. The driver cuts them, and needs no torch."""
+"""Decisions of a demonstration, for SFT. The driver makes them, and needs no torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from ragr1_actors.core.types import MALFORMED, TokenKind, Trajectory
 
 
 class SegmentCategory(StrEnum):
-    """RAG-R1's four kinds of decision (arXiv:2507.02962, section 3.1)."""
+    """Four kinds of decision, from RAG-R1 (arXiv:2507.02962, section 3.1)."""
 
     INTERNAL_ANSWER = "internal_answer"
-    """Answers without anything found."""
+    """Answer before anything was found."""
     FIRST_SEARCH = "first_search"
-    """Searches, or acts in another way, before anything was found."""
+    """Search or other action before anything was found."""
     EVIDENCE_ANSWER = "evidence_answer"
-    """Answers after a search that found something."""
+    """Answer after a search that found something."""
     FURTHER_SEARCH = "further_search"
-    """Searches again, or acts in another way, after something was found."""
+    """Search or other action after something was found."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One decision: its context, and the tokens that the model wrote."""
+    """Decision: its context, and the tokens that the model wrote."""
 
     category: SegmentCategory
     trajectory: Trajectory
-    """Ends with the decision; only the tokens of the decision are MODEL, those of earlier turns are PROMPT."""
+    """Trajectory that ends with the decision; only its tokens are MODEL, and tokens of earlier turns are PROMPT."""
 
 
 def segment(trajectory: Trajectory) -> list[Segment]:
@@ -47,7 +47,7 @@ def segment(trajectory: Trajectory) -> list[Segment]:
 
 
 def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with the tokens of malformed turns as PROMPT; itself if it has none."""
+    """Return the trajectory with the tokens of malformed turns as PROMPT, or itself if it has none."""
     decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action != MALFORMED]
     if len(decisions) == len(trajectory.turns):
         return trajectory
@@ -55,7 +55,7 @@ def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
 
 
 def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
-    """Return the first ``end`` tokens, of which those of the chosen turns are MODEL and those of the others PROMPT.
+    """Return the first ``end`` tokens; tokens of the chosen turns are MODEL, tokens of other turns are PROMPT.
 
     Rows without a chosen turn are left out.
     """

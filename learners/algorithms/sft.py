@@ -19,16 +19,16 @@ from ragr1_actors.core.types import Trajectory
 class SFTLearner(Learner):
     """Maximum likelihood of the MODEL tokens, with the same mask as in reinforcement learning.
 
-    RAG-R1 cuts each demonstration into segments and trains on their last part (``segment``). Training on the whole
-    trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per turn.
-    Malformed turns are context in both.
+    RAG-R1 cuts each demonstration into segments and trains on the last turn of each (``segment``). Training on the
+    whole trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per
+    turn. Malformed turns are context in both.
     """
 
     has_rollout_logprobs: ClassVar[bool] = False
 
     @property
     def temperature(self) -> float:
-        """1.0: no engine sampled the demonstrations, so their likelihood is under the plain softmax."""
+        """Temperature 1.0: no engine sampled the demonstrations, so their likelihood is under the plain softmax."""
         return 1.0
 
     def make_options(self) -> LearnerOptions:
@@ -47,7 +47,7 @@ class SFTLearner(Learner):
         )
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Turn malformed turns into context; leave out a trajectory without another turn."""
+        """Turn malformed turns into context; leave out trajectories without another turn."""
         taught = [without_malformed_turns(member) for member in members]
         return [member for member in taught if member.num_model_tokens]
 

@@ -1,13 +1,13 @@
-"""Credit per turn: how much better a turn did than the other turns of the group that began in the same state.
+"""Credit per turn: the advantage of a turn over the other turns of its group that began in the same state.
 
-After GiGPO (Feng et al., Group-in-Group Policy Optimization, arXiv:2505.10978): the advantage of a token is that of its
-trajectory, plus a weight times that of its turn. Turns of one group are compared with each other where they begin in
-the same state; what a turn is compared by is its discounted return.
+After GiGPO (Feng et al., Group-in-Group Policy Optimization, arXiv:2505.10978): the advantage of a token is the
+advantage of its trajectory, plus a weight times the advantage of its turn. Turns of one group that begin in the same
+state are compared by their discounted returns.
 
-Deviations: a state is what the attempt has found so far, the ids of all records of its calls, or without calls the text
-of the last observation; GiGPO takes the observation of its environments, and the authors' run with searches texts that
-are alike (verl-agent, ``examples/gigpo_trainer/run_search.sh``: similarity of .9). A turn without another one in its
-state has the advantage 0, also for algorithms whose trajectories keep their reward without a group.
+Deviations: a state is the set of record ids that the attempt has found so far, or without calls the text of the last
+observation. GiGPO takes the observation of its environments, and the authors' run with searches takes similar texts
+(verl-agent, ``examples/gigpo_trainer/run_search.sh``: similarity of .9). A turn without another one in its state has
+the advantage 0, also for algorithms whose trajectories keep their reward without a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ragr1_actors.core.types import Trajectory
 
 Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Advantages from values and group numbers, ``[T]`` each; see ``learners/advantages.py``."""
+"""Function that returns advantages from values and group numbers, ``[T]`` each; see ``learners/advantages.py``."""
 
 
 def turn_advantages(
@@ -31,8 +31,8 @@ def turn_advantages(
 ) -> torch.Tensor:
     """Return the advantage of every turn of a batch, ``[T]`` of float64, one trajectory after another.
 
-    ``rewards_N`` are those that the trajectories are compared by, ``[N]``: what they have beside the rewards of their
-    turns belongs to the last turn. ``group_ids`` is ``[N]``.
+    ``rewards_N`` are the rewards by which trajectories are compared, ``[N]``: the last turn gets what exceeds the sum
+    of the turns' rewards. ``group_ids`` is ``[N]``.
     """
     returns: list[float] = []
     numbers: dict[Hashable, int] = {}
@@ -48,7 +48,7 @@ def turn_advantages(
 def discounted_returns(turn_rewards: Sequence[float], reward: float, gamma: float) -> list[float]:
     """Return ``sum of gamma ** (j - k) * r_j`` over the turns ``j`` from ``k`` on, for every turn ``k``.
 
-    ``discounted_returns([0.0, 0.0], 1.0, 0.5) == [0.5, 1.0]``: the rest of the trajectory's reward is the last turn's.
+    ``discounted_returns([0.0, 0.0], 1.0, 0.5) == [0.5, 1.0]``: the last turn gets the rest of the trajectory's reward.
     """
     rewards, running = list(turn_rewards), 0.0
     if rewards:

@@ -1,1 +1,1 @@
-"""DeepSpeed: the engine of one model, what of it rests in host memory, and the bytes that it takes."""
+"""DeepSpeed: the engine of one model, its tensors that rest in host memory, and the bytes that it takes."""

@@ -36,12 +36,12 @@ State = dict[str, NDArray[Any]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 MAX_SKIPPED_STEPS = 10
-"""Skipped steps in a row that end the run: the weights or the loss are broken, and later steps would be skipped too."""
+"""Limit of skipped steps in a row, after which the run ends: the weights or the loss are broken."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many optimizer steps an update takes, how far each moves the weights, and the settings of AdamW."""
+    """Optimizer steps per update, their learning rate, and the settings of AdamW."""
 
     lr: float
     warmup_steps: int = 0
@@ -70,21 +70,21 @@ class Schedule:
 
 
 class WholeTensor(NamedTuple):
-    """A tensor of a module, gathered on demand."""
+    """Tensor of a module, gathered on demand."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor, known without a gather."""
     gather: Callable[[], torch.Tensor]
-    """Return the whole tensor on the device; all ranks call together."""
+    """Returns the whole tensor on the device; all ranks call together."""
 
 
 def init_distributed(rank: int, world_size: int, num_gpus: float = 0) -> torch.device:
     """Join the process group, once per process, and return the device of this rank.
 
     Several ranks connect to ``MASTER_ADDR`` and ``MASTER_PORT``; a single rank needs neither port nor network.
-    ``num_gpus`` is ``learners.num_gpus_per_learner``: with 0 a GPU that torch sees is not the rank's, since Ray hides
-    none from an actor that asks for none.
+    ``num_gpus`` is ``learners.num_gpus_per_learner``: with 0 the rank uses no GPU even if torch sees one, since Ray
+    hides no GPU from an actor that asks for none.
 
     Raises:
         ConfigError: the rank was given a GPU, and torch cannot use it.
@@ -94,7 +94,7 @@ def init_distributed(rank: int, world_size: int, num_gpus: float = 0) -> torch.d
         try:
             torch.cuda.init()
             reason = "no GPU is visible"
-        except (RuntimeError, AssertionError) as error:  # the latter from a build for CPUs
+        except (RuntimeError, AssertionError) as error:  # a build for CPUs raises AssertionError
             reason = one_line(error)
         raise ConfigError(
             f"learners.num_gpus_per_learner={num_gpus:g}, but torch cannot use a GPU in learner rank {rank} "
@@ -112,7 +112,7 @@ def init_distributed(rank: int, world_size: int, num_gpus: float = 0) -> torch.d
 
 
 class DeepSpeedEngine:
-    """A module, its optimizer and DeepSpeed."""
+    """Module with its optimizer, run by DeepSpeed."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class DeepSpeedEngine:
     ) -> None:
         """Train the parameters of ``module`` that require a gradient. All ranks call, after ``init_distributed``.
 
-        bf16 needs master weights and gradient sums in fp32, which stages 0 and 1 lack: they become stage 2. With
+        bf16 needs master weights and gradient sums in fp32, so stages 0 and 1, which lack them, become stage 2. With
         ``rests``, all tensors are in the host's memory outside ``in_use``.
         """
         deepspeed = _import_deepspeed()
@@ -141,7 +141,8 @@ class DeepSpeedEngine:
         num_trained = num_elements(parameters)
         config = _deepspeed_config(self.zero_stage, dtype, learners.offload, schedule.grad_clip, num_trained)
         _place(module, device, self.zero_stage, config)
-        # On a CPU torch's usual AdamW makes two temporary tensors as large as the master weights, and takes five times
+        # On a CPU torch's default AdamW makes two temporary tensors as large as the master weights, and takes five
+        # times
         # as long: docs/decisions/heap.md.
         is_fused = device.type == "cpu"
         adamw = torch.optim.AdamW(
@@ -177,7 +178,7 @@ class DeepSpeedEngine:
         if self.zero_stage > 0:
             self._grad_norm = float(self._engine.get_global_grad_norm())
         self._num_skipped = 0 if math.isfinite(self._grad_norm) else self._num_skipped + 1
-        if self._num_skipped == MAX_SKIPPED_STEPS:  # the norm is the same on every rank: all ranks stop here
+        if self._num_skipped == MAX_SKIPPED_STEPS:  # the norm is the same on every rank, so all ranks stop here
             raise LearnerError(
                 f"{MAX_SKIPPED_STEPS} optimizer steps in a row had a loss or a gradient that is not finite and were "
                 "skipped; lower training.lr or sft.lr, look for NaN in the policy's weights, in rewards and in the "
@@ -190,13 +191,13 @@ class DeepSpeedEngine:
         self._grad_norm = float(nn.utils.clip_grad_norm_(parameters, self._grad_clip))
         if not math.isfinite(self._grad_norm):  # gradients and norm are the same on every rank here
             for parameter in parameters:
-                parameter.grad = None  # AdamW skips it
+                parameter.grad = None  # AdamW skips parameters without a gradient
 
     # Memory
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the engine in this context; an engine that rests is offloaded at the end."""
+        """Use the engine in this context; an engine with ``rests`` is offloaded at the end."""
         yield
         if self._rests:
             self.offload_states()
@@ -215,7 +216,7 @@ class DeepSpeedEngine:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether ``offload_states`` has moved the tensors, and nothing has needed them since."""
+        """Whether ``offload_states`` has moved the tensors and no call has reloaded them since."""
         return self._resting.num_bytes > 0
 
     def reload_states(self) -> None:
@@ -237,7 +238,7 @@ class DeepSpeedEngine:
             yield from (moments[key] for key in MOMENTS if key in moments)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        """Yield what stage 3 keeps between two updates for gradients: the first backward pass overwrites it."""
+        """Yield stage 3's gradient buffers between two updates, which the first backward pass overwrites."""
         if self.zero_stage == 3:
             yield self._engine.optimizer.grad_partitions_flat_buffer
             yield from (b.buffer for b in self._engine.optimizer.ipg_buckets.values() if b.buffer is not None)
@@ -292,12 +293,12 @@ class DeepSpeedEngine:
     def _owned(self, parameter: Any) -> tuple[int, dict[str, torch.Tensor]]:
         """Return weight and moments of the elements that this rank updates, each ``[n]``, and the first one's index.
 
-        DeepSpeed's universal checkpoint finds them in the same way, but needs a conversion before every resume on
-        another number of ranks, and its files are pickled.
+        DeepSpeed's universal checkpoint finds them in the same way, but needs a conversion before a resume on another
+        number of ranks, and its files are pickled.
         """
         from deepspeed import utils
 
-        if self.zero_stage == 0:  # every rank updates all: each stores an equal share
+        if self.zero_stage == 0:  # every rank updates all parameters: each stores an equal share
             size, rank, num_ranks = parameter.numel(), dist.get_rank(), dist.get_world_size()
             start, stop = size * rank // num_ranks, size * (rank + 1) // num_ranks
             whole = {"weight": parameter.detach(), **{key: self._adamw.state[parameter][key] for key in MOMENTS}}
@@ -385,7 +386,7 @@ class DeepSpeedEngine:
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
     def close(self) -> None:
-        """Let go of the module, its optimizer and DeepSpeed: the engine cannot be used afterwards.
+        """Release the module, its optimizer and DeepSpeed; the engine cannot be used afterwards.
 
         They refer to each other, so that their memory is free after the next garbage collection.
         """
@@ -395,7 +396,7 @@ class DeepSpeedEngine:
 
 
 class FrozenModule:
-    """The reference of KL terms: a module that is not trained, whole on every rank, or at ZeRO stage 3 sharded."""
+    """Reference of KL terms: a module that is not trained, whole on every rank, or sharded at ZeRO stage 3."""
 
     def __init__(self, module: nn.Module, device: torch.device, learners: LearnerSettings) -> None:
         """Take over ``module``. All ranks call together.
@@ -421,7 +422,7 @@ class FrozenModule:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Have the parameters on the device in this context."""
+        """Keep the parameters on the device in this context."""
         if self._resting is not None:
             self._resting.reload()
         yield
@@ -433,7 +434,7 @@ class FrozenModule:
         return self._module(*args)
 
     def close(self) -> None:
-        """Let go of the module, as ``DeepSpeedEngine.close``."""
+        """Release the module, as ``DeepSpeedEngine.close``."""
         if self._is_sharded:
             self._module.destroy()
             _forget(self._module.module)
@@ -441,13 +442,13 @@ class FrozenModule:
 
 
 def _forget(module: nn.Module) -> None:
-    """Remove a module from what DeepSpeed's stage 3 never clears: a list of modules, and an unbounded cache."""
+    """Remove a module from two objects that DeepSpeed's stage 3 keeps: a list of modules and an unbounded cache."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     parts = set(module.modules())
     FWD_MODULE_STACK[:] = [entry for entry in FWD_MODULE_STACK if entry not in parts]
-    # the cached method is inside a decorator; other engines compute its results again
+    # The cached method is inside a decorator; other engines compute its results again.
     decorated = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
     inspect.getclosurevars(decorated).nonlocals["func"].cache_clear()
 

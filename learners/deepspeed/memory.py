@@ -22,16 +22,16 @@ from ragr1_actors.core.models.model_shape import ModelShape
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_CHUNK = 2**26
-"""Logits per chunk of ``models/scoring_head.py``: 256 MiB in fp32."""
+"""Number of logits per chunk of ``models/scoring_head.py``: 256 MiB in fp32."""
 BUCKET_ELEMENTS = 200_000_000
-"""Most elements of DeepSpeed's reduction bucket; see ``_deepspeed_config``."""
+"""Limit of the elements in DeepSpeed's reduction bucket; see ``_deepspeed_config``."""
 _MAX_LIVE_ELEMENTS = 1_000_000_000
-"""DeepSpeed's default of ``stage3_max_live_parameters``: gathered elements at the same time."""
+"""Default of DeepSpeed's ``stage3_max_live_parameters``: limit of gathered elements at the same time."""
 CUDA_CONTEXT_BYTES = 2 * 2**30
-"""CUDA context, cuBLAS and NCCL buffers of one process; an allowance, not a measurement."""
+"""Bytes of CUDA context, cuBLAS and NCCL buffers of one process; an allowance, not a measurement."""
 
 Parts = Mapping[str, int]
-"""Bytes by what they hold: ``{"policy weights": 3_807_808_256, ...}``."""
+"""Bytes by content: ``{"policy weights": 3_807_808_256, ...}``."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class RankMemory:
     """Bytes of one rank."""
 
     resting: Parts
-    """On the device between two updates."""
+    """Bytes on the device between two updates."""
     phases: Mapping[str, Parts]
-    """On the device beside ``resting``, by phase of the update."""
+    """Bytes on the device in addition to ``resting``, by phase of the update."""
     host: Parts
-    """In the host's memory: what is offloaded, at most."""
+    """Bytes in the host's memory: the largest amount that is offloaded."""
 
     @property
     def peak_phase(self) -> str:
-        """The phase with most bytes."""
+        """Phase with the most bytes."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
@@ -58,11 +58,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What a ``DeepSpeedEngine`` of one rank holds."""
+    """Bytes of a ``DeepSpeedEngine`` on one rank."""
 
     resting: Parts
     step: Parts
-    """Beside that, from the first backward pass of a step to its end."""
+    """Bytes in addition to ``resting``, from the first backward pass of a step to its end."""
     host: Parts
 
     @property
@@ -106,7 +106,7 @@ def layer_bytes_per_token(shape: ModelShape, element_bytes: int, *, repeats_keys
 
     Two RMS norms save their input in fp32, its normalised form and their output; attention saves queries, keys, values,
     its output and a log-sum per head; the gated MLP saves four tensors of width I. ``repeats_keys`` is block attention
-    with gradient checkpointing: it keeps keys and values as often as there are query heads, for a layer at a time.
+    with gradient checkpointing: it repeats keys and values for every query head, for one layer at a time.
     """
     e = element_bytes
     norms = shape.hidden_size * 2 * (4 + 2 * e) + 8
@@ -122,9 +122,9 @@ def activation_bytes(
 ) -> int:
     """Return the peak of the activations of one forward and backward pass over a row of ``num_tokens``.
 
-    ``takes_rows`` is flash attention, which reads keys and values as they are. With gradient checkpointing a layer has
-    its input only, and one at a time is computed again. The embedding and the last norm keep ``(4 + 2.5 e) C`` per
-    token; the backward pass needs two tensors of width I, or 9 e C in the last norm.
+    ``takes_rows`` is flash attention, which does not repeat keys and values. With gradient checkpointing a layer keeps
+    its input only, and one layer at a time is computed again. The embedding and the last norm keep ``(4 + 2.5 e) C``
+    per token; the backward pass needs two tensors of width I, or 9 e C in the last norm.
     """
     e, recomputed = element_bytes, 0
     if checkpointing:
@@ -136,7 +136,7 @@ def activation_bytes(
 
 
 def recomputed_bytes(shape: ModelShape, num_tokens: int, element_bytes: int, *, takes_rows: bool) -> int:
-    """Return what of ``activation_bytes`` is of one layer that gradient checkpointing computes again."""
+    """Return the part of ``activation_bytes`` of the one layer that gradient checkpointing computes again."""
     layer = layer_bytes_per_token(shape, element_bytes, repeats_keys=not takes_rows)
     return num_tokens * (layer + _work_per_token(shape, element_bytes))
 
@@ -146,9 +146,9 @@ def _work_per_token(shape: ModelShape, element_bytes: int) -> int:
 
 
 def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
-    """Return the peak of ``ScoringHead``: logits of a chunk twice in fp32, their gradient, and that of the weight.
+    """Return the peak of ``ScoringHead``: logits of a chunk twice in fp32, and the gradients of logits and weight.
 
-    The weight's gradient is summed in fp32, and copied to the dtype of the weight when no chunk is left.
+    The weight's gradient is summed in fp32, and copied to the dtype of the weight after the last chunk.
     """
     chunk = min(HEAD_CHUNK, num_targets * shape.vocab_size) * (8 + element_bytes)
     copy = element_bytes * shape.embedding_parameters if element_bytes < 4 else 0
@@ -160,7 +160,7 @@ def pass_parts(
 ) -> Parts:
     """Return the peak of a policy's forward and backward pass over a row.
 
-    The head is done with its gradient before the first layer is computed again, so the two share their memory.
+    The head has its gradient before the first layer is computed again, so the two share memory.
     """
     head, shared = head_bytes(shape, num_targets, element_bytes), 0
     if checkpointing:
@@ -188,12 +188,12 @@ def trained_parameters(shape: ModelShape, config: RunConfig, *, has_critic: bool
 
 
 def kept_parts(parts: Parts) -> Parts:
-    """Return what of ``resting`` is copied to the host's memory when it rests: gradients are dropped."""
+    """Return the parts of ``resting`` that are copied to the host's memory; gradients are dropped."""
     return {name: size for name, size in parts.items() if name.endswith(("weights", "moments"))}
 
 
 def _tokens_of_a_step(config: RunConfig) -> int:
-    """Return the most tokens that one rank has in one optimizer step: a row is not longer, whatever its budget."""
+    """Return the largest number of tokens of one rank in one optimizer step: no row is longer, whatever its budget."""
     training, num_ranks = config.training, max(1, config.learners.num_learners)
     num_trajectories = training.train_batch_size * training.group_size
     return -(-num_trajectories // (training.num_minibatches * num_ranks)) * config.env_runners.max_context_tokens

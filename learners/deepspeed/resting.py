@@ -17,17 +17,17 @@ BLOCK_BYTES = 2**28
 
 
 class Resting:
-    """What rests of one device, and the host memory for it: page-locked for a GPU, and kept for the next time.
+    """Tensors of one device that rest, and the host memory for them: page-locked for a GPU, and kept for the next time.
 
-    To take and lock memory again would last longer than the copy. The path through page-locked memory has not been run
-    on a GPU.
+    Taking and locking memory again would take longer than the copy. The path through page-locked memory has not been
+    run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing rests yet."""
+        """Begin with no resting tensor."""
         self._device = device
-        self._blocks: list[torch.Tensor] = []  # uint8, of BLOCK_BYTES each
-        self._copied: list[tuple[torch.UntypedStorage, int]] = []  # storages that are empty, and their bytes
+        self._blocks: list[torch.Tensor] = []  # uint8, BLOCK_BYTES each
+        self._copied: list[tuple[torch.UntypedStorage, int]] = []  # storages that are empty, with their bytes
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
@@ -40,9 +40,9 @@ class Resting:
     ) -> None:
         """Empty the storages of the tensors, which must not be used before ``reload``.
 
-        Those of ``scratch`` are not copied, and are zero after ``reload``. Tensors that are not ``is_changed`` since
-        the last ``reload`` are on the host already. A storage that cannot be resized is a mapped file or page-locked,
-        so in the host's memory: it is left.
+        Tensors of ``scratch`` are not copied, and are zero after ``reload``. Tensors that are not ``is_changed`` since
+        the last ``reload`` are on the host already. A storage that cannot be resized is a mapped file or page-locked
+        memory of the host, and stays.
         """
         self._copied = self._storages(tensors, set())
         self._dropped = self._storages(scratch, {storage.data_ptr() for storage, _ in self._copied})
@@ -80,7 +80,7 @@ class Resting:
         return list(found.values())
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the parts of storages, and the parts of blocks that hold them: one after the other, without gaps."""
+        """Yield parts of storages with the parts of blocks that hold them, one after the other, without gaps."""
         start = 0
         for storage, size in self._copied:
             on_device = _bytes_of(storage)

@@ -10,9 +10,8 @@ Elsewhere the sequences of one ``Block`` are stacked (padded to the longest of t
     block 0         a a a a a       padding follows a sequence, where causal attention never looks
                     b b b b .
 
-Where sequences begin alike, the row holds their common tokens once (``SharedTokens``), and linear layers run once per
-token. So do the queries of blocks: those of a sequence are its own tokens in the row, and its keys are copied from
-wherever the row has them::
+If sequences begin alike, the row holds their common tokens once (``SharedTokens``), and linear layers run once per
+token. In blocks, the queries of a sequence are its own tokens in the row, and its keys are copied from the row::
 
     sequences       [ a b c d ] [ a b e ]
     packed row      [ a b c d e ]
@@ -42,7 +41,7 @@ from ragr1_actors.core.errors import LearnerError
 from ragr1_actors.core.models.huggingface import AttentionInterface
 
 PACKED_ATTENTION = "ragr1_packed"
-"""The ``attn_implementation`` with which transformers calls ``packed_attention``."""
+"""Name of the ``attn_implementation`` with which transformers calls ``packed_attention``."""
 
 
 def packed_attention(
@@ -75,7 +74,7 @@ def packed_attention(
     parts_THD = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if takes_rows(query.device, query.dtype):
         return flash_attention(*parts_THD, packing, scaling).unsqueeze(0), None
-    # a module in training mode is computed again in the backward pass, so that nothing of it is kept
+    # a module in training mode is computed again in the backward pass, so nothing of it is kept
     return block_attention(*parts_THD, packing, scaling, keeps_small=not module.training).unsqueeze(0), None
 
 
@@ -85,7 +84,7 @@ def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Copied(NamedTuple):
-    """The keys or values of a block, which are copied from ``packed_THD`` with every head repeated."""
+    """Keys or values of a block, copied from ``packed_THD`` with every head repeated."""
 
     packed_THD: torch.Tensor
     block: Block
@@ -155,9 +154,9 @@ def block_attention(
 
 
 def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, groups: int) -> saved_tensors_hooks:
-    """Return a context in which autograd keeps, of pairs of a tensor and its copies, the tensor: bit for bit.
+    """Return a context in which autograd saves each tensor instead of its copies, bit for bit.
 
-    A kernel that keeps the copies in another shape, as torch's plain one does, keeps them.
+    The copies are saved if a kernel saves them in another shape, as torch's plain one does.
     """
     origins = {_place(copies): _Copied(packed_THD.detach(), block, groups) for packed_THD, copies in copied}
 
@@ -171,7 +170,7 @@ def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, 
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return what makes a tensor the same as another one: address, shape and strides."""
+    """Return the identity of a tensor: address, shape and strides."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
@@ -186,7 +185,7 @@ def _copies(packed_THD: torch.Tensor, block: Block, groups: int) -> torch.Tensor
 
 
 def _spread(packed_THD: torch.Tensor, block: Block) -> torch.Tensor:
-    """Stack the tokens that the sequences of a block have in the row: ``[T, H, D]`` to ``[S, H, L, D]``."""
+    """Stack the tokens of the sequences of a block from the row: ``[T, H, D]`` to ``[S, H, L, D]``."""
     tokens = packed_THD[block.start : block.stop]
     if block.slots is not None:
         padded = tokens.new_zeros(block.num_seqs * block.num_queries, *tokens.shape[1:])

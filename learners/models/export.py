@@ -61,23 +61,23 @@ def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool, dtype:
 
 @dataclass(frozen=True)
 class PolicyCopy:
-    """A copy of a policy's weights in the host's memory, to be written while learning continues."""
+    """Copy of a policy's weights in the host's memory, to be written while learning continues."""
 
     source: Path
-    """The folder that the policy was built from: configuration and tokenizer are copied from it."""
+    """Folder from which the policy was built: configuration and tokenizer are copied from it."""
     dtype: str
-    """``bfloat16``"""
+    """Type of the weights, such as ``bfloat16``."""
     tensors: dict[str, torch.Tensor]
     """Tensors by Hugging Face name, a tied one once, adapters merged; empty on every rank except 0."""
     adapter: AdapterCopy | None = None
-    """With ``learners.lora``, the adapters that were merged."""
+    """Adapters that were merged, with ``learners.lora``."""
 
     def write(self, directory: Path) -> None:
         """Write the folder that ``AutoModelForCausalLM`` and vLLM load, tokenizer and ``digests.json`` included.
 
         Raises:
             OSError: the folder cannot be written; or ``SafetensorError``.
-            DataError: a file that is copied was damaged meanwhile.
+            DataError: a file to be copied was damaged meanwhile.
         """
         check_digests(self.source, is_read=lambda name: not is_weight(name))
         directory.mkdir(parents=True, exist_ok=True)

@@ -93,11 +93,11 @@ def adapter_tensors(engine: DeepSpeedEngine) -> Iterator[WholeTensor]:
 
 @dataclass(frozen=True)
 class AdapterCopy:
-    """A copy of a policy's adapters in the host's memory."""
+    """Copy of a policy's adapters in the host's memory."""
 
     settings: LoraSettings
     base: str
-    """The policy that the adapters belong to: a folder or a name on a model hub."""
+    """Policy to which the adapters belong: a folder or a name on a model hub."""
     tensors: dict[str, torch.Tensor]
     """Tensors by published name."""
 

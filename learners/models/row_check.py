@@ -1,4 +1,4 @@
-"""Whether the sequences of a packed row leave each other alone in a model: measured when the policy is built.
+"""Check that the sequences of a packed row do not affect each other in a model, made when the policy is built.
 
 Packing is exact for causal attention. Recurrent layers and convolutions carry a state from one sequence to the next,
 and some rotary embeddings depend on the longest sequence of the row. No list of models is complete, so two short
@@ -28,12 +28,12 @@ from ragr1_actors.core.errors import ConfigError
 
 _LENGTH = 24
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Gap between two log-probs of one token, in nats, that is taken for rounding."""
+"""Gap between two log-probs of one token, in nats, up to which it counts as rounding."""
 _ROUNDING_FACTOR = 4.0
-"""The gap may be this many times that of the first sequence, which nothing precedes: its gap is rounding."""
+"""Factor by which the gap may exceed the first sequence's, which is only rounding, as nothing precedes it."""
 
 Score = Callable[[MicroBatch], torch.Tensor]
-"""Returns the log-probs of the MODEL tokens of a row, ``[M]``."""
+"""Function that returns the log-probs of the MODEL tokens of a row, ``[M]``."""
 
 
 def mixing_layer(
@@ -41,10 +41,10 @@ def mixing_layer(
 ) -> str:
     """Return the first layer through which sequences of a packed row reach each other, or an empty string.
 
-    ``max_length`` is that of the longest trajectory. All ranks call together: five or six passes of at most 48 tokens.
+    ``max_length`` is the longest trajectory's. All ranks call together: five or six passes of at most 48 tokens.
 
     Raises:
-        ConfigError: the scores of a sequence depend on what follows it; names the layer.
+        ConfigError: the scores of a sequence depend on what follows it; the message names the layer.
     """
     rng = np.random.default_rng(0)
     first, second, other = (rng.integers(vocab_size, size=_LENGTH) for _ in range(3))
@@ -56,7 +56,7 @@ def mixing_layer(
         try:
             with torch.no_grad(), _recorded(backbone, row.num_tokens) as outputs:
                 return score(replace(row, position_ids=positions).to(device)), outputs
-        except (AttributeError, TypeError) as error:  # of the model, which asks for a mask or takes no other arguments
+        except (AttributeError, TypeError) as error:  # the model asks for a mask or takes no other arguments
             raise ConfigError(
                 f"policy.model: {type(backbone).__name__} cannot run on a packed row ({error}); expected causal "
                 "attention by transformers' attention interface; take another model"
@@ -102,7 +102,7 @@ def _row(sequences: Sequence[NDArray[np.int64]]) -> MicroBatch:
 
 @contextmanager
 def _recorded(backbone: Any, num_tokens: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Record what the parts of the backbone return, ``[1, T, ...]`` each, in the order in which they end."""
+    """Record the outputs of the backbone's parts, ``[1, T, ...]`` each, in the order in which they end."""
     parts = dict(backbone.named_children())
     for name, layers in backbone.named_children():
         if isinstance(layers, nn.ModuleList):

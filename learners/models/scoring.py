@@ -3,8 +3,8 @@
 Both take a packed row. Only the hidden states that predict a MODEL token go through the language-model head, a
 ``ScoringHead``: no tensor of all tokens by the whole vocabulary exists.
 
-Notation: T tokens of the row, M MODEL tokens of its sequences, P predictions of the row, C hidden size. Sequences that
-begin alike have MODEL tokens in common, which are predicted once: P is at most M.
+Notation: T tokens of the row, M MODEL tokens of its sequences, P predictions of the row, C hidden size. MODEL tokens
+that sequences share at their beginning are predicted once, so P is at most M.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ragr1_actors.core.models.process_memory import limit_kernel_caches
 
 
 class TokenOutputs(NamedTuple):
-    """A policy's scores per MODEL token, in float32."""
+    """Scores of a policy per MODEL token, in float32."""
 
     logprobs: torch.Tensor  # [M], log-prob of the sampled token, in nats
     entropy: torch.Tensor  # [M], entropy of the distribution over the vocabulary, in nats
@@ -61,7 +61,7 @@ class PolicyModel(nn.Module):
 
 
 class ValueModel(nn.Module):
-    """The backbone of the policy with a scalar head: the expected return before every MODEL token."""
+    """Backbone of the policy with a scalar head: the expected return before every MODEL token."""
 
     def __init__(
         self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool, trust_remote_code: bool = False
@@ -96,7 +96,7 @@ def load_causal_lm(
     check_files(policy_dir, weights=True)
     limit_kernel_caches()
     show_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # one bar per rank, for a local file
+    logging.disable_progress_bar()  # it would show one bar per rank, for a local file
     try:
         model = AutoModelForCausalLM.from_pretrained(
             policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
@@ -145,10 +145,10 @@ def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor
 def pair_cost(model: Any) -> float:
     """Return the cost of a query-key pair, in tokens: a sequence of L tokens costs ``L + pair_cost * L**2``.
 
-    By FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, with half the pairs for causal attention): 2 per parameter
-    and token in the linear layers, 2 * num_layers * hidden_size per pair of L**2 in attention. For Qwen2.5-1.5B it is
-    1 / 30,500: at 8,000 tokens attention costs a quarter of the linear layers. The head is left out: it scores MODEL
-    tokens only.
+    It counts FLOPs (Chowdhery et al., arXiv:2204.02311, appendix B, with half the pairs for causal attention): 2 per
+    parameter and token in the linear layers, 2 * num_layers * hidden_size per pair of L**2 in attention. For
+    Qwen2.5-1.5B it is 1 / 30,500: at 8,000 tokens attention costs a quarter of the linear layers. The head is left out:
+    it scores MODEL tokens only.
     """
     num_parameters = num_elements(model.get_decoder().parameters())
     num_parameters -= num_elements(model.get_input_embeddings().parameters())

@@ -45,7 +45,7 @@ class ScoringHead(nn.Module):
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """With x the logits over the temperature, p = softmax(x), H the entropy and t the target.
+    """Gradients of log-prob and entropy, where x is logits / temperature, p = softmax(x), H the entropy, t the target.
 
     d log p_t / dx = onehot(t) - p;  dH / dx = -p (log p + H).
     """
@@ -71,7 +71,7 @@ class _ScoreTokens(torch.autograd.Function):
             found.append((target_logprobs_R, entropy_R, log_sum_R))
             if len(hidden_MC) <= ctx.rows:
                 ctx.logprobs_MV = logprobs_RV
-            del logprobs_RV  # or it would exist beside the next chunk's
+            del logprobs_RV  # else it would exist beside the next chunk's
         target_logprobs_M, entropy_M, log_sum_M = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(hidden_MC, weight_VC, bias_V, target_ids_M, entropy_M, log_sum_M)
         ctx.set_materialize_grads(False)
@@ -114,12 +114,12 @@ class _ScoreTokens(torch.autograd.Function):
 def _scaled_logits(
     hidden_RC: torch.Tensor, weight_VC: torch.Tensor, bias_V: torch.Tensor | None, temperature: float
 ) -> torch.Tensor:
-    """Return a new ``[R, V]`` in fp32."""
+    """Return logits over the temperature, a new float32 ``[R, V]``."""
     return linear(hidden_RC, weight_VC, bias_V).float().div_(temperature)
 
 
 def _add_product(sum_VC: torch.Tensor, grad_VR: torch.Tensor, hidden_RC: torch.Tensor) -> None:
-    """Add a product to a sum of float32; the factors may be of half precision."""
+    """Add a product to a sum of float32; the factors may be in half precision."""
     if grad_VR.dtype != sum_VC.dtype and grad_VR.is_cuda:  # cuBLAS multiplies half precision into fp32
         torch.addmm(sum_VC, grad_VR, hidden_RC, out_dtype=torch.float32, out=sum_VC)
     else:

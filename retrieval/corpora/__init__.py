@@ -1,1 +1,1 @@
-"""Passages: reading corpus files, splitting and normalising text, and the memory-mapped corpus."""
+"""Passages: corpus files and their readers, splitting and normalising of text, and the memory-mapped corpus."""

@@ -30,7 +30,7 @@ _TAKE_FROM = 50
 """Rows from which Arrow's ``take`` beats one scalar access a row."""
 
 SPILL_PREFIX = ".corpus-"
-"""The corpus is written in a folder whose name begins so. A process that was killed leaves its folder behind."""
+"""Beginning of the name of the folder in which the corpus is written. A killed process leaves its folder behind."""
 _BLOCK = 4096
 _PARTS = ("offsets", "data")
 _HASH = np.dtype("<u8")
@@ -39,18 +39,18 @@ _HASH = np.dtype("<u8")
 def write_corpus(passages: Iterable[Passage], directory: str | Path) -> int:
     """Write ``corpus.arrow``, one row per passage in the given order. Scores are not kept.
 
-    Memory holds a few thousand passages, however many there are. On the way the directory needs room for the corpus
-    twice, and 8 bytes per passage; the file appears in it once it is whole.
+    Memory holds a few thousand passages, however many there are. While it is written, the directory needs room for two
+    copies of the corpus and 8 bytes per passage; the file appears once it is whole.
 
     Returns:
         The number of passages.
 
     Raises:
-        DataError: no passages, or one id twice.
-        OSError: the file cannot be written; ``ENOSPC`` where there is no room. No partial file remains.
+        DataError: there are no passages, or an id occurs twice.
+        OSError: the file cannot be written; ``ENOSPC`` if the disk is full. No partial file remains.
     """
     directory = Path(directory)
-    # Here and not in the temporary directory of the system, which may be small, or memory.
+    # Not in the system's temporary directory, which may be small, or in memory.
     spill = Path(tempfile.mkdtemp(prefix=SPILL_PREFIX, dir=directory))
     try:
         count = _spill(passages, spill)
@@ -71,16 +71,16 @@ class Corpus(Sequence[Passage]):
         """Wrap a record batch of ``SCHEMA``; use ``Corpus.open``."""
         self._columns = batch.columns
         self.ids: pa.LargeStringArray = batch.column(0)
-        """``[len(self)]``, in row order."""
+        """Ids, ``[len(self)]``, in row order."""
         self.title_column: pa.LargeStringArray = batch.column(1)
-        """As ``ids``."""
+        """Titles, ``[len(self)]``, in row order."""
 
     @classmethod
     def open(cls, directory: str | Path) -> Corpus:
         """Map ``directory/corpus.arrow``.
 
         Raises:
-            DataError: the file is missing, foreign or truncated, or the passages are not one chunk of ``SCHEMA``.
+            DataError: the file is missing, truncated or not Arrow, or the passages are not one chunk of ``SCHEMA``.
         """
         path = Path(directory) / CORPUS_FILE
         if not path.is_file():
@@ -117,21 +117,21 @@ class Corpus(Sequence[Passage]):
             yield from self.take(range(start, min(start + _BLOCK, len(self))))
 
     def take(self, rows: Sequence[int]) -> list[Passage]:
-        """Return the passages of many rows, in that order."""
+        """Return the passages of ``rows``, in that order."""
         return [Passage(*fields) for fields in zip(*self.fields(rows), strict=True)]
 
     def known(self, ids: Iterable[str]) -> set[str]:
-        """Return those of some ids that passages have, after one pass over all ids."""
+        """Return the ids among ``ids`` that passages have, after one pass over all ids of the corpus."""
         wanted = pa.array(list(ids), pa.large_string())
         return set(self.ids.filter(pc.is_in(self.ids, value_set=wanted)).to_pylist())
 
     @property
     def has_headings(self) -> bool:
-        """Whether a title has a heading behind it, after one pass over all titles."""
+        """Return whether a title has a heading after it, after one pass over all titles."""
         return bool(pc.any(pc.match_substring(self.title_column, HEADING)).as_py())
 
     def whole_ids(self) -> NDArray[np.int64] | None:
-        """Return the ids as whole numbers, ``[len(self)]``; None if one of them is none."""
+        """Return the ids as whole numbers, ``[len(self)]``; None if one of them is not a whole number."""
         try:
             numbers: NDArray[np.int64] = pc.cast(self.ids, pa.int64()).to_numpy()
         except pa.ArrowInvalid:
@@ -139,14 +139,14 @@ class Corpus(Sequence[Passage]):
         return numbers
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
-        """Return ``{id: title}`` of those of some ids that passages have, after one pass over all ids."""
+        """Return ``{id: title}`` of the ids that passages have, after one pass over all ids of the corpus."""
         wanted = pa.array(list(ids), pa.large_string())
         rows = np.flatnonzero(pc.is_in(self.ids, value_set=wanted).to_numpy(zero_copy_only=False)).tolist()
         found, titles, _ = self.fields(rows) if rows else ([], [], [])
         return dict(zip(found, titles, strict=True))
 
     def fields(self, rows: Sequence[int]) -> list[list[str]]:
-        """Return the ids, the titles and the texts of many rows, each in that order: three lists of ``len(rows)``."""
+        """Return the ids, titles and texts of ``rows``, in that order: three lists of ``len(rows)``."""
         if isinstance(rows, range) and rows.step == 1:
             return [column.slice(rows.start, len(rows)).to_pylist() for column in self._columns]
         if len(rows) < _TAKE_FROM:
@@ -156,7 +156,7 @@ class Corpus(Sequence[Passage]):
 
 
 def _spill(passages: Iterable[Passage], folder: Path) -> int:
-    """Write each column as Arrow lays strings out, into two files: the bytes of all values, and where each ends."""
+    """Write each column into two files, in Arrow's layout of strings: the bytes of all values, and where each ends."""
     remaining = iter(passages)
     count, ends = 0, [0] * len(SCHEMA)
     with ExitStack() as stack:
@@ -178,14 +178,14 @@ def _spill(passages: Iterable[Passage], folder: Path) -> int:
 
 
 def _assemble(folder: Path, count: int) -> None:
-    """Write ``corpus.arrow`` from the spilled columns, which are mapped and not read."""
+    """Write ``corpus.arrow`` from the spilled columns, which are mapped, not read."""
     arrays = [
         pa.Array.from_buffers(
             pa.large_string(), count, [None, *(_mapped(folder / f"{name}.{part}") for part in _PARTS)]
         )
         for name in SCHEMA.names
     ]
-    # A file of many chunks makes every take() concatenate the whole column: 650 times slower at 192 rows.
+    # With many chunks every take() would concatenate the whole column: 650 times slower at 192 rows.
     with pa.OSFile(str(folder / CORPUS_FILE), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
         writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
 
@@ -195,11 +195,11 @@ def _mapped(path: Path) -> pa.Buffer:
 
 
 def _check_unique(ids: pa.LargeStringArray, path: Path) -> None:
-    """Raise for the first passage whose id was used before. ``path`` is a file for their hashes."""
+    """Raise for the first passage whose id occurred before. ``path`` is a file for the hashes of the ids."""
     with path.open("wb") as file:
         for _, hashes in _hashed(ids):
             file.write(hashes.tobytes())
-    # In place, on the mapped file: its pages are written already, so the disk cannot be full here.
+    # Sorted in the mapped file: its pages are written already, so the disk cannot be full here.
     ordered = np.memmap(path, _HASH, "r+")
     ordered.sort()
     repeated = [ordered[:0]]
@@ -209,7 +209,7 @@ def _check_unique(ids: pa.LargeStringArray, path: Path) -> None:
     shared = np.unique(np.concatenate(repeated))
     if not shared.size:
         return
-    first_rows: dict[str, int] = {}  # of the ids that share a hash, with themselves or others
+    first_rows: dict[str, int] = {}  # first row by id, for ids that share a hash
     for start, hashes in _hashed(ids):
         for row in (start + np.flatnonzero(np.isin(hashes, shared))).tolist():
             passage_id = ids[row].as_py()

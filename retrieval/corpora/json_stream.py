@@ -15,13 +15,13 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.fault_report import FaultCounts, described
 
 MAX_ENTRY = 64 * 2**20
-"""Bytes of a line and characters of an entry, at most: what is longer lacks a quote, a bracket or its line ends."""
+"""Limit of a line in bytes and of an entry in characters: a longer one lacks a quote, a bracket or its line ends."""
 
 _CHUNK = 2**18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONGEST_TOKEN = 16  # "-Infinity" and half a surrogate pair fit
 _LOOKED_AHEAD = 100_000
-"""Lines after one that is not JSON that are looked at for the report on it: about a second."""
+"""Lines after a line that is not JSON that are checked for the error message: about a second."""
 
 
 def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _no_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-# Real corpora hold raw tabs inside strings, which strict parsing refuses.
+# Real corpora have raw tabs inside strings, which strict parsing refuses.
 _DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_no_repeated_keys)
 
 
@@ -51,12 +51,12 @@ def text_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, str]]:
 
 
 def decode_json(text: str) -> Any:
-    """Return the JSON value of a text; ``ValueError`` or ``RecursionError`` if it is none, or has a key twice."""
+    """Return the JSON value of a text; ``ValueError`` or ``RecursionError`` if it is not JSON or has a key twice."""
     return _DECODER.decode(text)
 
 
 def json_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield ``(line number, value)`` of each line that is not blank; ``path`` is named in errors.
+    """Yield ``(line number, value)`` of each line that is not blank; errors name ``path``.
 
     Raises:
         DataError: a line is not JSON. The message also says which of the next lines are not.
@@ -72,9 +72,9 @@ def json_lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _others_not_json(lines: Iterator[tuple[int, str]]) -> str:
-    """Say which of the next lines are not JSON either, so that they can be mended in one go; empty if all are."""
+    """Return a text that names the next lines that are not JSON, so that all can be mended at once; empty if none."""
     faults, number_seen = FaultCounts(), 0
-    with suppress(DataError):  # bytes that are no text are reported once the lines before them are mended
+    with suppress(DataError):  # bytes that are not text are reported once the lines before them are mended
         for number, line in islice(lines, _LOOKED_AHEAD):
             number_seen += 1
             try:
@@ -89,7 +89,7 @@ class JsonStream:
     """One JSON value in a file, an entry at a time: memory holds a chunk or an entry, whichever is longer."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        """Read from ``file``; ``path`` is named in errors."""
+        """Read from ``file``; errors name ``path``."""
         self._file, self._path = file, path
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._buffer, self._position = "", 0
@@ -97,7 +97,7 @@ class JsonStream:
         self._is_end = False
 
     def peek(self) -> str:
-        """Return the next character that is no space, empty at the end of the file."""
+        """Return the next character that is not white space; empty at the end of the file."""
         while True:
             space = _SPACE.match(self._buffer, self._position)
             self._position = space.end() if space else self._position
@@ -107,7 +107,7 @@ class JsonStream:
                 return ""
 
     def value(self) -> Any:
-        """Return the value that begins at the next character. ``DataError``: no JSON, a key twice, too deep or long."""
+        """Return the value at the next character; ``DataError`` if it is no JSON, too long, or repeats a key."""
         self.peek()
         while True:
             try:
@@ -120,13 +120,13 @@ class JsonStream:
             except (ValueError, RecursionError) as error:
                 raise self._error(_cause(error), self._position) from error
             may_go_on = isinstance(value, int | float) and end + _LONGEST_TOKEN > len(self._buffer)
-            if may_go_on and self._refill():  # 1 of 1.5
+            if may_go_on and self._refill():  # 1 may be the beginning of 1.5
                 continue
             self._position = end
             return value
 
     def elements(self) -> Iterator[Any]:
-        """Yield the elements of the list that begins at the next character, and see that nothing follows it."""
+        """Yield the elements of the list that begins at the next character; the file must end after the list."""
         for _ in self._entries("]"):
             yield self.value()
 
@@ -159,21 +159,21 @@ class JsonStream:
             raise self._error("Extra data", self._position)
 
     def _refill(self) -> bool:
-        """Drop what was read and append what comes next; return whether there may have been something."""
+        """Drop the text that was read and append the next chunk; return False at the end of the file."""
         if self._is_end:
             return False
         kept = self._buffer[self._position :]
         self._line += self._buffer.count("\n", 0, self._position)
         if len(kept) > MAX_ENTRY:
             raise _not_json(self._path, self._line, f"an entry longer than {MAX_ENTRY // 2**20} MiB")
-        # As much again as is kept: an entry of any length is parsed a few times, not once a chunk.
+        # Read as much as is kept: an entry of any length is then parsed a few times, not once per chunk.
         data = self._file.read(max(_CHUNK, len(kept)))
         self._is_end = not data
         try:
             self._buffer, self._position = kept + self._decoder.decode(data, final=not data), 0
         except UnicodeDecodeError as error:
             line = self._line + kept.count("\n") + error.object.count(b"\n", 0, error.start)
-            # The object is this chunk and the bytes of a character that was cut before it.
+            # The bytes are this chunk, after those of a character that was cut before it.
             raise _not_utf8(self._path, line, self._file.tell() - len(error.object) + error.start) from error
         return True
 

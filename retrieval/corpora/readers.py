@@ -52,24 +52,24 @@ _MARK = re.compile(r"\s*(?:Section|BULLET|[A-Z]+)::::[-*\s]*")
 
 
 class RecordError(ValueError):
-    """A record that is not of its shape; the message says what was got and what was expected, not where."""
+    """A record does not have its shape; the message says what was got and what was expected, but not where."""
 
 
 class Namer:
-    """Ids for passages that have none, and the paragraphs seen before.
+    """Makes ids for passages without one, and remembers the paragraphs seen before.
 
-    Only hashes are kept. Should two titles share one (see ``hash_text``), the second becomes ``title#2``; should two
-    paragraphs, the second is left out.
+    Only hashes are kept. If two titles share a hash (see ``hash_text``), the second becomes ``title#2``; if two
+    paragraphs do, the second is left out.
     """
 
     def __init__(self, on_repeated: Callable[[], None] | None = None) -> None:
-        """Know no title and no paragraph; ``on_repeated`` is called for each title that gets a number."""
+        """Begin without titles and paragraphs; ``on_repeated`` is called for each title that gets a number."""
         self._on_repeated = on_repeated
         self._uses = HashTable()
         self._paragraphs = HashTable()
 
     def name(self, title: str) -> str:
-        """Return an id not returned before: the title, ``title#2`` from its second use on; ``#1`` for an empty one."""
+        """Return an id not returned before: the title, ``title#2`` at its second use; ``#1`` for an empty title."""
         uses = _count(self._uses, title)
         if title and uses == 1:
             return title
@@ -80,12 +80,12 @@ class Namer:
         return name
 
     def is_new(self, title: str, text: str) -> bool:
-        """Return whether this paragraph comes for the first time."""
+        """Return whether this paragraph has not been seen before."""
         return _count(self._paragraphs, f"{title}\0{text}") == 1
 
 
 def _count(table: HashTable, text: str) -> int:
-    """Count a text, and return how often it has come."""
+    """Count a text, and return the number of its occurrences so far."""
     key = hash_text(text)
     times = table.get(key) + 1
     table.set(key, times)
@@ -94,16 +94,16 @@ def _count(table: HashTable, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape: how it looks, how to tell it, and how to read it."""
+    """Shape of records: its appearance, a test for it, and a reader."""
 
     looks: str
     fits: Callable[[Record], bool]
     passages: Callable[[Record, Namer], Iterator[Passage]]
-    """Raises ``RecordError``."""
+    """Reads the passages of a record; raises ``RecordError``."""
 
 
 def join_sentences(sentences: list[str]) -> str:
-    """Join sentences, with a blank where neither brings one: HotpotQA's begin with it, those of 2Wiki do not."""
+    """Join sentences, with a blank where both have none: HotpotQA's sentences begin with one, those of 2Wiki do not."""
     joined: list[str] = []
     for sentence in filter(None, sentences):
         if joined and not (joined[-1][-1].isspace() or sentence[0].isspace()):
@@ -122,7 +122,7 @@ def _plain(record: Record, namer: Namer) -> Iterator[Passage]:
 
 
 def _contents(record: Record, namer: Namer) -> Iterator[Passage]:
-    """Search-R1's ``"Riga"\\nRiga lies in Latvia.``: the first line is the title in quotes."""
+    """Read a record of Search-R1, ``"Riga"\nRiga lies in Latvia.``: the first line is the title in quotes."""
     title, text = _title(record), record["contents"]
     head, newline, rest = text.partition("\n")
     head = head.strip()
@@ -134,7 +134,7 @@ def _contents(record: Record, namer: Namer) -> Iterator[Passage]:
 
 
 def _article(record: Record, namer: Namer) -> Iterator[Passage]:
-    """KILT's: the title is the first paragraph again; headings and list items are marked ``Section::::History.``."""
+    """Read an article of KILT: paragraph 1 repeats the title; headings and list items begin with ``Section::::``."""
     title = record["wikipedia_title"]
     paragraphs = list(map(_unmarked, record["text"]))
     if paragraphs and paragraphs[0] == title.strip():
@@ -143,13 +143,13 @@ def _article(record: Record, namer: Namer) -> Iterator[Passage]:
 
 
 def _unmarked(paragraph: str) -> str:
-    """Return ``"History: Early years."`` of ``"Section::::History.:Early years."``."""
+    """Return ``"History: Early years."`` for ``"Section::::History.:Early years."``."""
     mark = _MARK.match(paragraph)
     return (paragraph[mark.end() :].replace(".:", ": ", 1) if mark else paragraph).strip()
 
 
 def _context(record: Record, namer: Namer) -> Iterator[Passage]:
-    """A question of HotpotQA or 2Wiki; on the data sets hub its context is two columns."""
+    """Read a question of HotpotQA or 2Wiki; in the files of the data sets hub its context is two columns."""
     context = record["context"]
     if isinstance(context, dict):
         titles, texts = context.get("title"), context.get("sentences")
@@ -163,7 +163,7 @@ def _context(record: Record, namer: Namer) -> Iterator[Passage]:
 
 
 def _paragraphs(record: Record, namer: Namer) -> Iterator[Passage]:
-    """A question of MuSiQue."""
+    """Read a question of MuSiQue."""
     for item in record["paragraphs"]:
         title, text = (item.get("title"), item.get("paragraph_text")) if isinstance(item, dict) else (None, None)
         if not isinstance(title, str) or not isinstance(text, str):
@@ -193,11 +193,11 @@ SHAPES = {
 
 
 def _shape_of(record: Any, shapes: tuple[str, ...]) -> Shape:
-    """Return the one of some shapes that a record has; ``RecordError`` if it has none of them, or more than one."""
+    """Return the only one of ``shapes`` that a record has; ``RecordError`` if it has none, or more than one."""
     if not isinstance(record, dict):
         raise RecordError(f"got a JSON {type(record).__name__}, expected an object with title and text")
     fitting = [name for name in shapes if SHAPES[name].fits(record)]
-    if fitting == ["plain", "contents"]:  # FlashRAG writes the passage both ways
+    if fitting == ["plain", "contents"]:  # FlashRAG writes the passage in both ways
         fitting = ["plain"]
     if not fitting:
         raise RecordError(f"got keys {_shown(sorted(record))}, expected {_looks(shapes)}, texts being strings")
@@ -217,7 +217,7 @@ def _passage(record: Record, title: str, text: str, namer: Namer) -> Passage:
     if key is None:
         return Passage(namer.name(title), title, valid_unicode(text))
     given = record[key]
-    if isinstance(given, float) and given.is_integer():  # of a table in which another row has none
+    if isinstance(given, float) and given.is_integer():  # the table has another row without an id, so ids are floats
         given = int(given)
     if isinstance(given, bool) or not isinstance(given, str | int):
         raise RecordError(f"the id is {_shown(given)}, expected a string or a whole number")
@@ -252,7 +252,7 @@ CORPUS_FORMATS: dict[str, tuple[str, ...]] = {
     "2wiki": ("context", "plain"),
     "musique": ("paragraphs",),
 }
-"""Names of the formats, and the shapes in ``SHAPES`` that a JSON record of theirs may have."""
+"""Names of the formats, with the shapes in ``SHAPES`` that their JSON records may have."""
 
 _COLUMNS = ("id", "text", "title")
 _TABLE = "tab-separated id, text, title"
@@ -266,10 +266,10 @@ _KNOWN = (
 
 
 class PassageFile(Iterator[Passage]):
-    """The passages of a corpus file in its order, to be read once, and the report on those that were read."""
+    """Passages of a corpus file in its order, to be read once, with a report on those read so far."""
 
     def __init__(self, path: Path, corpus_format: str, split_words: int) -> None:
-        """Open nothing yet; use ``read_passages``."""
+        """Open nothing yet; call ``read_passages`` to make one."""
         self._tally = CorpusTally(path.name)
         passages = _read(path, corpus_format, self._tally)
         self._passages = split_passages(passages, split_words) if split_words else passages
@@ -282,22 +282,22 @@ class PassageFile(Iterator[Passage]):
 
     @property
     def report(self) -> CorpusReport:
-        """What was read so far, and what is odd in it."""
+        """Counts of the records read so far, and of their faults."""
         return self._tally.report()
 
 
 def read_passages(path: str | Path, *, corpus_format: str = "auto", split_words: int = 0) -> PassageFile:
-    """Read a corpus file. Memory holds one record, and hashes of what was named (see ``Namer``).
+    """Read a corpus file. Memory holds one record, and the hashes of ``Namer``.
 
     Args:
-        path: the file, compressed with gzip, bzip2 or xz, or not.
-        corpus_format: a key of ``CORPUS_FORMATS``. A file that is not of it is an error, never read as something else.
-        split_words: longer passages are cut into pieces of so many words (see ``split_passages``); 0 leaves them whole.
+        path: the file; it may be compressed with gzip, bzip2 or xz.
+        corpus_format: a key of ``CORPUS_FORMATS``. A file of another format is an error and is not read as that format.
+        split_words: longer passages are cut into pieces of this many words (see ``split_passages``); 0 cuts none.
 
     Raises:
         DataError: the file is missing, empty, not UTF-8, broken or of no known format; the message names the line or
-            the entry. That ids are unique is seen by ``write_corpus``.
-        ConfigError: an unknown format, or a negative number of words.
+            the entry. ``write_corpus`` checks that ids are unique.
+        ConfigError: the format is unknown, or the number of words is negative.
     """
     path = Path(path)
     if corpus_format not in CORPUS_FORMATS:
@@ -335,7 +335,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     suffix = unpacked_name(path).suffix
     if corpus_format == "dpr":
         return "table"
-    # A longer line is no record, so it is one JSON value: what is read here must not grow with the file.
+    # A longer line is not a record, so the file is one JSON value: memory must not grow with the file.
     while (line := file.readline(_FIRST_LINE)) and not line.strip():
         pass
     text = line.decode("utf-8-sig", "replace") if len(line) < _FIRST_LINE else ""
@@ -346,7 +346,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     if text.startswith("{"):
         with suppress(ValueError, RecursionError):
             record = decode_json(text)
-    # In HotpotQA's one object a passage called "text" maps to a list, which is not a record either.
+    # In HotpotQA's single object a passage called "text" maps to a list, so it is not a record either.
     if suffix == ".jsonl" or (isinstance(record, dict) and any(shape.fits(record) for shape in SHAPES.values())):
         return "lines"
     return "json"
@@ -354,7 +354,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What the readers of one file share."""
+    """State that the readers of one file share."""
 
     path: Path
     corpus_format: str
@@ -362,7 +362,7 @@ class _Reading:
     namer: Namer
 
     def passages(self, record: Any, place: str) -> Iterator[Passage]:
-        """Yield the passages of a record; an error names its place, the line or the entry."""
+        """Yield the passages of a record; an error names its place: the line or the entry."""
         shapes = CORPUS_FORMATS[self.corpus_format]
         try:
             record = _without_nulls(record, shapes)
@@ -374,11 +374,11 @@ class _Reading:
 
 
 def _without_nulls(record: Any, shapes: tuple[str, ...]) -> Any:
-    """Leave null values out; if the text is one, it is empty. Each row of a table has the columns of all."""
+    """Remove null values, since each row of a table has all its columns; a null text becomes empty."""
     if not isinstance(record, dict) or None not in record.values():
         return record
     present = {key: value for key, value in record.items() if value is not None}
-    is_article = "wikipedia_title" in present  # whose text is a list
+    is_article = "wikipedia_title" in present  # its text is a list
     if not is_article and not any(SHAPES[name].fits(present) for name in shapes):
         present |= {key: "" for key in _TEXT_KEYS if key in record and key not in present}
     return present
@@ -386,7 +386,7 @@ def _without_nulls(record: Any, shapes: tuple[str, ...]) -> Any:
 
 def _read_table(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
     path, tally = reading.path, reading.tally
-    # Strict: a quote that is not closed or not doubled is an error and does not swallow lines.
+    # Strict, so that a quote that is not closed or not doubled is an error and does not swallow lines.
     rows = csv.reader((line for _, line in text_lines(file, path)), delimiter="\t", strict=True)
     columns: list[int] = []
     try:

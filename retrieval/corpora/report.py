@@ -1,4 +1,4 @@
-"""What was read from a corpus file: its shape, its passages, and what is odd in it, with the first places.
+"""Report on a corpus file that was read: its shape, its passages, its faults and their first places.
 
 ::
 
@@ -30,24 +30,24 @@ class CorpusReport:
     """Counts over a corpus file; ``str`` makes one line of those that are not zero."""
 
     source: str
-    """The name of the file."""
+    """Name of the file."""
     shapes: tuple[str, ...]
-    """How its records look, the most frequent shape first: ``('{"id", "contents"}',)``."""
+    """Shapes of its records, the most frequent first: ``('{"id", "contents"}',)``."""
     num_records: int
-    """Lines, rows or entries."""
+    """Number of lines, rows or entries."""
     num_passages: int
-    """Read from them, in pieces where they are split, the empty ones among them."""
+    """Number of passages read from them, after splitting, with the empty ones."""
     num_empty: int = 0
-    """Without a letter or a digit in title and text. A built index leaves them out; an adopted one never finds them."""
+    """Passages without a letter or digit in title and text. A built index omits them; an adopted one finds none."""
     num_titles: int = 0
-    """Kept: a title, and no letter or digit in the text."""
+    """Passages kept with a title, but no letter or digit in the text."""
     num_repeated_ids: int = 0
-    """Kept, with ``#2`` behind the ``docid`` or the title that is their id: another passage had it."""
+    """Passages kept with ``#2`` after the ``docid`` or title that is their id, because another passage had it."""
     places: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Where the first of each fault are, by the name of its count: ``{"num_empty": ("line 2", "line 9")}``."""
+    """Places of the first records with each fault, by its count: ``{"num_empty": ("line 2", "line 9")}``."""
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the counts in one line."""
         head = f"{self.source} ({', '.join(self.shapes)})"
         counts = {name: getattr(self, name) for name in _FAULTS}
         faults = described_faults(counts, _FAULTS, self.places, total=self.num_passages)
@@ -58,7 +58,7 @@ class CorpusTally:
     """Counts the records and passages of one file while it is read."""
 
     def __init__(self, source: str) -> None:
-        """Nothing is counted; ``source`` is the name of the file."""
+        """Begin at zero; ``source`` is the name of the file."""
         self._source = source
         self._shapes: Counter[str] = Counter()
         self._place = ""
@@ -66,7 +66,7 @@ class CorpusTally:
         self._faults = FaultCounts()
 
     def begin(self, place: str, looks: str) -> None:
-        """Count a record; what is counted until the next one is at its ``place``, such as ``line 3``."""
+        """Count a record; the counts until the next record belong to its ``place``, such as ``line 3``."""
         self._place = place
         self._shapes[looks] += 1
 
@@ -81,7 +81,7 @@ class CorpusTally:
         self._faults.add("num_repeated_ids", self._place)
 
     def report(self) -> CorpusReport:
-        """Return what was counted so far."""
+        """Return the counts so far."""
         return CorpusReport(
             source=self._source,
             shapes=tuple(looks for looks, _ in self._shapes.most_common()),

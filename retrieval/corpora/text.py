@@ -1,4 +1,4 @@
-"""Texts as keys: valid Unicode, 64-bit hashes, and a compact table of them."""
+"""Texts as keys: valid Unicode, words and their stems, 64-bit hashes, and a compact table of hashes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def normalise(query: str) -> str:
 def hash_text(text: str) -> int:
     """Return 64 bits of BLAKE2b of a valid text, the same in every process and on every machine, never 0.
 
-    Two of ``n`` different texts share one with a probability of about ``n * n / 2**65``: 1 in 80,000 for 21 million.
+    Two of ``n`` different texts share a hash with a probability of about ``n * n / 2**65``: 1 in 80,000 for 21 million.
     """
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 class HashTable:
-    """A whole number for each of many hashes, 0 where none was set: a dict of 18 to 36 bytes an entry.
+    """Table from hashes to whole numbers, 0 where none was set: a dict of 18 to 36 bytes per entry.
 
-    Open addressing with linear probing, 12 bytes a slot, at most two thirds of the slots in use.
+    It uses open addressing with linear probing, 12 bytes per slot, and at most two thirds of the slots.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class HashTable:
         self._allocate(_FIRST_SLOTS)
 
     def get(self, key: int) -> int:
-        """Return the value of a hash of ``hash_text``."""
+        """Return the value of a hash from ``hash_text``."""
         return self._values[self._slot(key)]
 
     def set(self, key: int, value: int) -> None:
@@ -89,9 +89,9 @@ _STOP_WORDS = """
     will with would you your yours yourself yourselves
     aren couldn d didn doesn don hadn hasn haven isn ll m re s shouldn t ve wasn weren won wouldn
 """
-# The last line is what an apostrophe leaves of "don't", "it's" or "we'll".
+# The last line has the rests of words with an apostrophe, such as "don't", "it's" or "we'll".
 STOP_WORDS = frozenset(_STOP_WORDS.split())
-"""English words that say nothing of what a text is about. Without them a question touches a tenth of the postings."""
+"""English words that carry no topic. Without them a question reads a tenth of the postings."""
 
 _LANGUAGE = "english"
 _WORD = re.compile(r"[^\W_]+")
@@ -101,8 +101,8 @@ _STEMMER = Stemmer.Stemmer(_LANGUAGE)
 def split_words(text: str) -> list[str]:
     """Return the words of a text in order: letters and digits, lower-case, without accents.
 
-    Anything else separates words, control characters and lone surrogates too. A script that puts no spaces between
-    words gives one word a run.
+    All other characters separate words, control characters and lone surrogates too. A script without spaces between
+    words gives one word per run.
     """
     if not text.isascii():
         text = "".join(char for char in unicodedata.normalize("NFKD", text) if not unicodedata.combining(char))
@@ -115,17 +115,17 @@ def has_word(text: str) -> bool:
 
 
 LAYOUTS = ('"{title}"\n{text}', "{title}\n{text}", "{title} {text}", "{text}", "{title}\n{title}\n{text}")
-"""How passages are written for an encoder: ``contents`` of Search-R1's and FlashRAG's files, title and text on lines of
-their own or on one line, the text alone, and what `ragr1 index build` writes for its static encoder."""
+"""Layouts of a passage for an encoder: ``contents`` of Search-R1's and FlashRAG's files, title and text on separate
+lines or on one line, the text alone, and the layout that `ragr1 index build` uses for its static encoder."""
 
 
 def laid_out(passage: Passage, layout: str) -> str:
-    """Return a passage written in one of ``LAYOUTS``; one without a title is its text alone, as in those files."""
+    """Return a passage in one of ``LAYOUTS``; a passage without a title becomes its text alone, as in those files."""
     return layout.format(title=passage.title, text=passage.text) if passage.title else passage.text
 
 
 def is_empty(passage: Passage) -> bool:
-    """Return whether a passage has no letter and no digit: its vector says nothing, and may be near any query."""
+    """Return whether a passage has no letter and no digit: its vector carries no meaning and may be near any query."""
     return not (has_word(passage.title) or has_word(passage.text))
 
 
@@ -135,12 +135,12 @@ def stem_word(word: str) -> str:
 
 
 def stop_word_stem(word: str) -> str:
-    """Return what stands for a stop word of ``split_words``, or ``""`` for any other word; it is no other's stem."""
+    """Return the stem of a stop word of ``split_words``, which no other word has, or ``""`` for any other word."""
     return f" {word}" if word in STOP_WORDS else ""
 
 
 def word_settings() -> dict[str, Any]:
-    """Return what the two functions depend on: an index built with other settings would miss words in silence."""
+    """Return the settings of ``split_words`` and ``stem_word``: with other settings an index misses words silently."""
     version = ".".join(Stemmer.version().split(".")[:2])
     return {"pattern": _WORD.pattern, "stemmer": f"{_LANGUAGE} {version}", "stop_words": sorted(STOP_WORDS)}
 
@@ -153,9 +153,8 @@ _NUMBERED = re.compile(r"#[0-9]+\Z")
 def split_passages(passages: Iterable[Passage], num_words: int) -> Iterator[Passage]:
     """Cut passages into pieces of at most ``num_words`` words, none of them empty.
 
-    Pieces keep the title and the white space between their words, and are named ``id#0``,
-    ``id#1``. A passage that fits is left as it is. Ids stay unique: one that fits but ends in ``#`` and a number, so
-    that it could be a piece of another, is named ``id#0`` too.
+    Pieces keep the title and the white space between their words, and are named ``id#0``, ``id#1``. A passage that fits
+    stays as it is, unless its id ends in ``#`` and a number: it could be taken for a piece, so it is named ``id#0``.
 
     Raises:
         ConfigError: ``num_words`` is below 1 or above ``MAX_WORDS``.
@@ -167,7 +166,7 @@ def split_passages(passages: Iterable[Passage], num_words: int) -> Iterator[Pass
 
 
 def whole_id(passage_id: str) -> str:
-    """Return the id that a piece's passage had: ``"Riga"`` for ``"Riga#1"``; any other id as it is."""
+    """Return the id of the passage that a piece belongs to: ``"Riga"`` for ``"Riga#1"``; any other id unchanged."""
     return _NUMBERED.sub("", passage_id) if "#" in passage_id else passage_id
 
 
@@ -177,7 +176,7 @@ def found_evidence(
     titles: Iterable[str],
     corpus_ids: set[str] | frozenset[str] = frozenset(),
 ) -> set[str]:
-    """Return those of a task's ``supporting_ids`` that some passages are: by id, by title, or as a piece of a passage.
+    """Return the ``supporting_ids``, ``gold``, that passages match: by id, by title, or as a piece of a passage.
 
     ``found_evidence({"Riga", "17", "Bonn"}, ["Riga#2", "17"], ["Riga", "Oslo"]) == {"Riga", "17"}``
 

@@ -23,24 +23,24 @@ from retrieval.base import HEADING, Page, page_title
 from retrieval.corpora.corpus import Corpus
 
 MAX_PIECES = 1000
-"""Passages of a page that are returned: a corpus may give all of its passages one title."""
+"""Limit of the passages that a page returns: a corpus may give all its passages one title."""
 _NUM_NEAR, _NUM_COMPARED, _LEAST_LIKENESS = 3, 16, 0.6
 _LAST = "\U0010ffff"
 
 
 class Titles:
-    """The pages of a corpus."""
+    """Pages of a corpus, found by title."""
 
     def __init__(self, corpus: Corpus, rows: NDArray[np.int32]) -> None:
-        """Take a corpus and what ``rows_by_title`` returns for it."""
+        """Take a corpus and the result of ``rows_by_title`` for it."""
         self._corpus, self._rows = corpus, rows
 
     @classmethod
     def open(cls, corpus: Corpus, path: Path) -> Titles:
-        """Map a file of ``write_titles``; where there is none, sort in memory: 30 s and 1.5 GB for 21 million passages.
+        """Map a file of ``write_titles``; without one, sort in memory: 30 s and 1.5 GB for 21 million passages.
 
         Raises:
-            DataError: the file is of another corpus.
+            DataError: the file belongs to another corpus.
         """
         if not path.is_file():
             return cls(corpus, rows_by_title(corpus))
@@ -52,7 +52,7 @@ class Titles:
         return cls(corpus, rows)
 
     def page(self, title: str, index_version: str = "") -> Page:
-        """Return the passages of a title and of its sections, at most ``MAX_PIECES``, or titles that are like it."""
+        """Return the passages of a title and of its sections, at most ``MAX_PIECES``; without any, similar titles."""
         title = valid_unicode(title)
         key = _lowered(title)
         if not key:
@@ -69,7 +69,7 @@ class Titles:
         return range(self._place(first), self._place(end))
 
     def _place(self, key: str) -> int:
-        """Return the number of titles that are before ``key``."""
+        """Return the number of titles that come before ``key``."""
         return bisect_left(range(len(self._rows)), key, key=self._key)
 
     def _key(self, place: int) -> str:
@@ -80,7 +80,7 @@ class Titles:
         return title
 
     def _near(self, key: str) -> list[str]:
-        """Return the most similar of the titles around the place of ``key``."""
+        """Return the titles around the place of ``key`` that are most similar to it."""
         place = self._place(key)
         around = range(max(0, place - _NUM_COMPARED), min(len(self._rows), place + _NUM_COMPARED))
         titles = {_lowered(title): title for title in map(page_title, map(self._title, around)) if title}
@@ -89,7 +89,7 @@ class Titles:
 
 
 def rows_by_title(corpus: Corpus) -> NDArray[np.int32]:
-    """Return the rows in the order of their titles in lower case, those of one title in their own."""
+    """Return the rows by their titles in lower case; rows of one title keep their order."""
     order: NDArray[np.int32] = pc.sort_indices(pc.utf8_lower(corpus.title_column)).to_numpy().astype(np.int32)
     return order
 
@@ -101,5 +101,5 @@ def write_titles(corpus: Corpus, path: Path) -> None:
 
 
 def _lowered(title: str) -> str:
-    lowered: str = pc.utf8_lower(title).as_py()  # as the rows were sorted; Python's lower() differs for some letters
+    lowered: str = pc.utf8_lower(title).as_py()  # like the sorted rows; Python's lower() differs for some letters
     return lowered

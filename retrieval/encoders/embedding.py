@@ -48,64 +48,64 @@ logger = logging.getLogger(__name__)
 
 HEADER_FILE = "store.json"
 START_TIMEOUT_S = 600.0
-"""Seconds that the first actor may take to start; a cluster may have to grow."""
+"""Limit for the start of the first actor, in seconds; a cluster may have to grow."""
 SHARDS_PER_ACTOR = 2
-"""Under way at a time: one in the model, while the other is read, tokenized or written."""
+"""Shards under way per actor: one in the model, the other being read, tokenized or written."""
 MAX_DEATHS_IN_A_ROW = 5
-"""Deaths of actors without one shard written in between."""
+"""Limit of deaths of actors without a written shard in between."""
 _BLOCK_ROWS = 1024
 _HEALTH = "health"
-"""Ray's concurrency group of the watchdog's questions."""
+"""Ray's concurrency group for the calls of the watchdog."""
 
 
 @plain_dataclass(frozen=True)
 class Workers:
-    """The processes that encode the passages of an index."""
+    """Processes that encode the passages of an index."""
 
     num_actors: int = 0
-    """Of the Ray session of this process; 0 encodes in this process."""
+    """Number of actors in the Ray session of this process; 0 encodes in this process."""
     num_cpus: float = 1.0
-    """Of an actor; also the number of its threads, rounded down, at least 1."""
+    """CPUs of an actor; also the number of its threads, rounded down, at least 1."""
     num_gpus: float | None = None
-    """Of an actor; None is 1 where the device is a GPU."""
+    """GPUs of an actor; None means 1 if ``device`` is a GPU, else 0."""
     device: str = "cpu"
-    """``cpu`` or ``cuda``."""
+    """Device of the encoder: ``cpu`` or ``cuda``."""
     dtype: str = "auto"
-    """Of the encoder's weights; see ``Encoder.load``."""
+    """Type of the encoder's weights; see ``Encoder.load``."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray gives an actor."""
+        """Resources that an actor asks of Ray."""
         num_gpus = float(self.device.startswith("cuda")) if self.num_gpus is None else self.num_gpus
         return {"num_cpus": self.num_cpus, "num_gpus": num_gpus}
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class StoreHeader:
-    """What the vectors of a store are."""
+    """Identity and layout of the vectors in a store."""
 
     corpus_fingerprint: str
-    """``fingerprint_file`` of the corpus."""
+    """Fingerprint of the corpus file, by ``fingerprint_file``."""
     encoder_fingerprint: str
     dimension: int
     count: int
-    """Rows of the corpus."""
+    """Number of rows of the corpus."""
     dtype: str = "float32"
-    """``float32`` or ``float16``, on disk."""
+    """Type of the numbers on disk: ``float32`` or ``float16``."""
     rows_per_shard: int = 4096
-    """The work that one interrupted process loses."""
+    """Rows of a shard; an interruption loses at most the work of one shard per process."""
 
 
 @plain_dataclass(frozen=True)
 class StoredVectors:
-    """The vectors of consecutive rows, to be iterated over any number of times: float32 ``[n, dimension]`` each."""
+    """Vectors of consecutive rows in blocks of float32 ``[n, dimension]``; they can be iterated over repeatedly."""
 
     store: EmbeddingStore
     start: int
     stop: int
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
-        """Yield the vectors shard by shard, in row order. Raises ``DataError``: a shard is missing or damaged."""
+        """Yield the vectors shard by shard, in row order; raises ``DataError`` if a shard is missing or damaged."""
         rows_per_shard = self.store.header.rows_per_shard
         for number in range(self.start // rows_per_shard, -(-self.stop // rows_per_shard)):
             rows, shard = self.store.rows(number), self.store.read(number)
@@ -119,7 +119,7 @@ class StoredVectors:
 
 @plain_dataclass(frozen=True)
 class EmbeddingStore:
-    """A directory with the vectors of a corpus, complete or incomplete; ``create`` makes it."""
+    """Directory with the vectors of a corpus, complete or incomplete; ``create`` makes it."""
 
     directory: Path
     header: StoreHeader
@@ -129,7 +129,7 @@ class EmbeddingStore:
         """Create a store, or open the existing one, to which no other process may be writing.
 
         Raises:
-            DataError: the existing store is damaged, or of another corpus or encoder.
+            DataError: the existing store is damaged, or has another corpus or encoder.
         """
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{WRITING}*"):
@@ -182,7 +182,7 @@ class EmbeddingActor:
     """Encodes shards; ``fill_store`` starts it with ``ray.remote``."""
 
     def __init__(self, store: EmbeddingStore, corpus_dir: Path, encoder_name: str, workers: Workers) -> None:
-        """Load nothing yet: Ray reports an error of a constructor as text only."""
+        """Load nothing yet, since Ray reports an error of a constructor as text only."""
         self._loading = Lock()
         self._store = store
         self._corpus_dir = corpus_dir
@@ -190,13 +190,13 @@ class EmbeddingActor:
         self._workers = workers
 
     def pulse(self) -> Pulse:
-        """Answer that the process runs."""
+        """Answer, so that the watchdog knows that the process runs."""
         return Pulse(Process.current())
 
     def fill(self, number: int) -> None:
-        """Encode and write a shard. Raises ``DataError``: no usable corpus or encoder on this node.
+        """Encode and write a shard; raises ``DataError`` if this node has no usable corpus or encoder.
 
-        Called by ``SHARDS_PER_ACTOR`` threads: while one uses the model, the other one reads, tokenizes and writes.
+        ``SHARDS_PER_ACTOR`` threads call it: while one uses the model, the other one reads, tokenizes and writes.
         """
         with self._loading:
             corpus, encoder = self._loaded
@@ -224,7 +224,7 @@ def fill_shards(
     numbers: Sequence[int],
     advance: Callable[[int], None] = lambda num_rows: None,
 ) -> None:
-    """Encode and write shards; ``advance`` gets the number of encoded rows. ``DataError``: another encoder.
+    """Encode and write shards; ``advance`` gets the number of encoded rows. ``DataError`` if the encoder differs.
 
     While the model encodes a block of rows, a thread reads and tokenizes the next one.
     """
@@ -249,7 +249,7 @@ def fill_shards(
 
 
 def computed_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield items; a thread computes the next one while the caller uses this one."""
+    """Yield the items; a thread computes the next one while the caller uses the present one."""
     remaining, end = iter(items), object()
     with ThreadPoolExecutor(1) as thread:
         ahead: Future[Any] = thread.submit(next, remaining, end)
@@ -267,8 +267,8 @@ def fill_store(
 ) -> None:
     """Encode the passages of all missing shards. Shards written before an interruption remain.
 
-    ``encoder`` encodes in this process; actors load the one of its name. Every node sees it, the store and the corpus
-    under the same path. ``advance`` is called with the number of rows that were encoded since its last call.
+    ``encoder`` encodes in this process; actors load the encoder of the same name. Every node must see it, the store and
+    the corpus under the same path. ``advance`` is called with the number of rows encoded since its last call.
 
     Raises:
         DataError: the encoder cannot be loaded or is not the store's, or a vector holds NaN.
@@ -324,7 +324,7 @@ def _fill_with_actors(
                 ray.get(done[0])
             except ray.exceptions.RayError as error:
                 waiting.appendleft(number)
-                if member not in fleet.members:  # its other shard failed before and it is replaced
+                if member not in fleet.members:  # its other shard failed before and the actor is replaced
                     continue
                 num_deaths += 1
                 _check_death(error, num_deaths)
@@ -340,7 +340,7 @@ def _fill_with_actors(
 
 
 def _check_room(fleet: Fleet[Pulse], workers: Workers) -> None:
-    """Raise if no actor is up."""
+    """Raise ``FleetError`` if no actor runs."""
     if not fleet.serving:
         wanted = ", ".join(f"{name}={number:g}" for name, number in workers.resources.items())
         raise FleetError(
@@ -350,7 +350,7 @@ def _check_room(fleet: Fleet[Pulse], workers: Workers) -> None:
 
 
 def _check_death(error: Exception, num_deaths: int) -> None:
-    """Raise the error of an actor, or that too many died in a row; return if this one may be replaced."""
+    """Raise the error of an actor, or that too many died in a row; return if the actor may be replaced."""
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):

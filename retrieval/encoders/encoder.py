@@ -1,4 +1,4 @@
-"""Text to vectors. The only door to sentence_transformers, which is imported once a model needs it.
+"""Encoder: text to vectors. The only module that imports sentence_transformers, once a model needs it.
 
 ::
 
@@ -42,38 +42,38 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 """Types of an encoder's weights, beside ``auto``; the vectors it returns are always float32."""
 
 _CHUNK = 1024
-"""Texts among which batches are formed."""
+"""Number of texts that are sorted by length together to form batches."""
 _STATIC_BATCH = 256
 _MAX_TOKENS = {"cpu": 8192, "cuda": 32768}
 _SPARE_TOKENS = {"cpu": 64, "cuda": 2048}
-"""Padding that takes as long as one more batch: on a CPU next to nothing, on a GPU what its idle cores could do."""
+"""Padding tokens that cost as much time as one more batch: few on a CPU; on a GPU, which has idle cores, many."""
 _WEIGHTS = ".safetensors"
 _OLD_WEIGHTS = ".bin"
 _MODEL_FILES = (_WEIGHTS, ".json", ".txt", ".model")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.md"]
 _NO_HUB = ["onnx/*", "openvino/*"]
 _NO_LIMIT = 2**20
-"""Tokens; a tokenizer without a limit says 10**30."""
+"""Token limit above which a tokenizer has none; tokenizers without a limit report 10**30."""
 _Batch = tuple[list[int], dict[str, torch.Tensor]]
-"""Positions of texts in a request, and what the model's first module takes: tensors of as many rows."""
+"""Positions of texts in a request, with the input of the model's first module: tensors of as many rows."""
 
 
 class TokenizedTexts(NamedTuple):
-    """Texts as ``Encoder.embed`` takes them."""
+    """Texts in the form that ``Encoder.embed`` takes."""
 
     texts: list[str]
     batches: list[_Batch]
     not_pooled: dict[str, int]
-    """``prompt_length`` for an encoder that leaves the prompt out of the mean."""
+    """Holds ``prompt_length`` if the encoder leaves the prompt out of the mean."""
 
 
 def passage_text(passage: Passage, title_repeats: int = 1) -> str:
-    """Return the text that is encoded for a passage: its title on a line, then its text."""
+    """Return the text that is encoded for a passage: its title on one line, then its text."""
     return f"{passage.title}\n" * title_repeats + passage.text
 
 
 class Encoder:
-    """A sentence-transformers model whose vectors all have length 1 (or 0, for a text without one known word)."""
+    """Sentence-transformers model whose vectors have length 1, or 0 for a text without a known word."""
 
     def __init__(
         self, model: SentenceTransformer | StaticModel, name: str, plan: EncoderPlan, fingerprint: str
@@ -92,24 +92,24 @@ class Encoder:
         self.name = name
         self.plan = plan
         self.fingerprint = fingerprint
-        """Hash of the model's files, pooling and prompts: two encoders of one fingerprint give the same vectors."""
+        """Hash of the model's files, pooling and prompts: encoders with equal fingerprints give equal vectors."""
         dimension = model.get_embedding_dimension()
         assert dimension is not None
         self.dimension: int = dimension
-        # A mean over words cannot tell a title from a mention: twice gains .03 recall@3 on HotpotQA, three times less.
+        # A mean over words cannot tell a title from a mention: two titles gain .03 recall@3 on HotpotQA, three less.
         self._title_repeats = 1 if self._tokens else 2
 
     @classmethod
     def load(cls, name_or_path: str | Path, *, device: str = "cpu", dtype: str = "auto") -> Encoder:
         """Load a sentence-transformers folder, or a model by its hub name.
 
-        A folder of transformers alone is loaded only where its family is known, see ``families``. ``device`` is ``cpu``
-        or ``cuda``; ``dtype``, of the weights, a key of ``DTYPES`` or ``auto``: float16 on a GPU and float32 elsewhere.
+        A folder of transformers alone is loaded only if its family is known, see ``families``. ``device`` is ``cpu`` or
+        ``cuda``. ``dtype`` is the type of the weights, a key of ``DTYPES`` or ``auto``: float16 on a GPU, else float32.
 
         Raises:
-            DataError: neither a folder of a model nor a model of the hub (or of its cache, without a network), a
-                damaged one, or one that does not say how it pools.
-            ConfigError: no such device or dtype.
+            DataError: there is no such folder or model of the hub (or of its cache, without a network), or it is
+                damaged or does not name its pooling.
+            ConfigError: the device or dtype is unknown.
         """
         name = str(name_or_path)
         weights_dtype = _weights_dtype(dtype, device)
@@ -128,7 +128,7 @@ class Encoder:
                     model = _load_model(folder, plan, device, weights_dtype)
         except DataError:
             raise
-        except Exception as error:  # of a damaged tokenizer.json, tokenizers raises its own without a class
+        except Exception as error:  # tokenizers raises a plain Exception for a damaged tokenizer.json
             if "trust_remote_code" in str(error):
                 raise code_refused("encoder", name) from error
             raise DataError(
@@ -140,19 +140,19 @@ class Encoder:
     def encode_queries(self, queries: list[str]) -> NDArray[np.float32]:
         """Encode queries, each behind its prompt: float32 ``[len(queries), dimension]``.
 
-        A query of more tokens than the model takes is cut off there. Raises ``DataError`` for NaN or infinity.
+        A query with more tokens than the model takes is cut. Raises ``DataError`` for NaN or infinity.
         """
         return self.embed(self._tokenize(queries, self.plan.query_prompt))
 
     def encode_passages(self, passages: list[Passage], layout: str = "") -> NDArray[np.float32]:
-        """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; errors as above.
+        """Encode passages, each behind its prompt: float32 ``[len(passages), dimension]``; same errors.
 
         ``layout``: one of ``LAYOUTS``; empty is title and text on lines of their own.
         """
         return self.embed(self.tokenize_passages(passages, layout))
 
     def tokenize_passages(self, passages: list[Passage], layout: str = "") -> TokenizedTexts:
-        """Do the part of ``encode_passages`` that does not use the model; any number of threads may."""
+        """Do the part of ``encode_passages`` that needs no model; any number of threads may call it."""
         if layout:
             texts = [laid_out(passage, layout) for passage in passages]
         else:
@@ -160,7 +160,7 @@ class Encoder:
         return self._tokenize(texts, self.plan.passage_prompt)
 
     def embed(self, tokens: TokenizedTexts) -> NDArray[np.float32]:
-        """Do the rest of it: float32 ``[len(tokens.texts), dimension]``. One thread at a time uses the model."""
+        """Do the rest of ``encode_passages``: float32 ``[len(tokens.texts), dimension]``, one thread at a time."""
         texts = tokens.texts
         vectors = np.zeros((len(texts), self.dimension), np.float32)
         found: list[tuple[list[int], torch.Tensor]] = []
@@ -170,10 +170,10 @@ class Encoder:
                 inputs: dict[str, Any] = {key: value.to(device) for key, value in features.items()} | tokens.not_pooled
                 embedding = self._model(inputs)["sentence_embedding"][:, : self.dimension].float()
                 found.append((positions, embedding))
-            for positions, embedding in found:  # copied last: a GPU is asked to work on and not waited for in between
+            for positions, embedding in found:  # copied last: the GPU goes on with the next batches
                 vectors[positions] = embedding.cpu().numpy()
         self._check_finite(vectors, texts)
-        # Not the model's own normalisation: a text without a known word stays the zero vector rather than NaN.
+        # Normalised here, not by the model, so that a text without a known word stays the zero vector rather than NaN.
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         normalised: NDArray[np.float32] = np.ascontiguousarray(vectors / np.where(norms > 0, norms, 1), np.float32)
         return normalised
@@ -205,7 +205,7 @@ class Encoder:
 
 
 class _Tokens:
-    """Texts to padded token ids. sentence-transformers' own way is slower, and pads all queries to the longest."""
+    """Converts texts to padded token ids. sentence-transformers is slower, and pads all queries to the longest."""
 
     def __init__(self, transformer: Transformer, plan: EncoderPlan) -> None:
         tokenizer = transformer.tokenizer
@@ -218,12 +218,12 @@ class _Tokens:
         self._ids(["a"])  # sets the truncation, which no thread may do while another one tokenizes
 
     def count(self, prompt: str) -> int:
-        """Return how many tokens a text begins with for the prompt's sake."""
+        """Return how many tokens ``prompt`` adds at the beginning of a text."""
         ids = self._ids([prompt])["input_ids"][0] if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._tokenizer.all_special_ids)
 
     def batches(self, texts: list[str], device_type: str) -> Iterator[_Batch]:
-        """Yield the texts in batches of similar length; those without one token are left out."""
+        """Yield the texts in batches of similar length; texts without a token are left out."""
         ids = self._ids(texts)
         lengths = [len(text_ids) for text_ids in ids["input_ids"]]
         kind = "cpu" if device_type == "cpu" else "cuda"
@@ -247,7 +247,7 @@ class _Tokens:
         mask = columns >= lengths[0] - ends if self._tokenizer.padding_side == "left" else columns < ends
         features = {"attention_mask": torch.from_numpy(mask.astype(np.int64))}
         for key, rows in ids.items():
-            # The value of a masked place does not matter, but it must be a legal token id.
+            # The value at a masked position does not matter, but it must be a legal token id.
             filler = self._tokenizer.pad_token_id or 0 if key == "input_ids" else 0
             padded = np.full(mask.shape, filler, np.int64)
             padded[mask] = np.fromiter(chain.from_iterable(rows[position] for position in positions), np.int64)
@@ -270,7 +270,7 @@ def _weights_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def _find(name: str) -> Path:
-    """Return the folder of a model, downloaded where it is not on this machine."""
+    """Return the folder of a model; it is downloaded if it is not on this machine."""
     path = Path(name)
     if not name:
         raise DataError("the encoder's name is empty; give a folder or a hub name")
@@ -297,7 +297,7 @@ def _find(name: str) -> Path:
 
 
 def code_refused(kind: str, name: str) -> DataError:
-    """Return the error of an encoder or a reranker, ``kind``, that brings Python code (``auto_map``)."""
+    """Return the error for an encoder or a reranker, ``kind``, that needs its own Python code (``auto_map``)."""
     return DataError(
         f"{kind} {name!r} brings Python code from its repository, which is never run here; give a model of an "
         "architecture that transformers knows"
@@ -305,7 +305,7 @@ def code_refused(kind: str, name: str) -> DataError:
 
 
 def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> SentenceTransformer:
-    # Named always: transformers' own default is what the weights were saved in, be it float16 on a CPU.
+    # Always given: transformers' default is the type of the saved weights, even float16 on a CPU.
     settings: dict[str, Any] = {"dtype": dtype}
     with quick_imports():
         from sentence_transformers import SentenceTransformer
@@ -341,7 +341,7 @@ def _check_model(model: SentenceTransformer, folder: Path, plan: EncoderPlan) ->
 
 
 def _missing_weights(folder: Path, model: Any) -> list[str]:
-    """Return the names of weights that transformers made up, as it does for any that the files lack."""
+    """Return the names of weights that the files lack; transformers fills them with random numbers."""
     expected = {key for key in model.state_dict() if not _is_unused(key)}
     present = set()
     for path in folder.glob(f"*{_WEIGHTS}"):
@@ -351,21 +351,21 @@ def _missing_weights(folder: Path, model: Any) -> list[str]:
                 present |= {".".join(parts[start:]) for start in range(min(3, len(parts)))}  # bert.encoder.layer...
     if expected <= present:
         return []
-    # Old files and renamed weights; transformers knows, and says so when it loads them.
+    # Old files may have renamed weights; transformers reports the missing ones when it loads them.
     _, report = type(model).from_pretrained(folder, output_loading_info=True)
     return sorted(key for key in report["missing_keys"] if not _is_unused(key))
 
 
 def _is_unused(key: str) -> bool:
-    return key.startswith("pooler.")  # BERT's own, of another task; many encoders are published without it
+    return key.startswith("pooler.")  # BERT's head for another task; many encoders are published without it
 
 
 def _max_tokens(transformer: Transformer) -> int | None:
-    """Return the most tokens of a text; None where the model has no limit."""
+    """Return the largest number of tokens of a text; None if the model has no limit."""
     limit = transformer.max_seq_length or _NO_LIMIT
     for name, module in transformer.model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
-            # RoBERTa's positions begin behind the padding's.
+            # RoBERTa's positions begin after the padding's.
             unused = 0 if module.padding_idx is None else module.padding_idx + 1
             limit = min(limit, module.num_embeddings - unused)
     return limit if limit < _NO_LIMIT else None
@@ -389,7 +389,7 @@ def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bar and its report of weights off the terminal: what matters of it is raised."""
+    """Keep transformers' progress bar and its report of weights off the terminal; errors are raised anyway."""
     from transformers.utils import logging as transformers_logging
 
     verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
@@ -404,10 +404,10 @@ def _quiet() -> Iterator[None]:
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) -> list[list[int]]:
-    """Cut texts of so many tokens into batches of positions in ``lengths``, longest first and equal lengths in order.
+    """Divide texts of ``lengths`` tokens into batches of their positions, longest first and equal lengths in order.
 
-    A batch ends where it would hold more than ``max_tokens``, or more padding than ``spare_tokens``: from there on,
-    more padding would cost more than another batch. A text longer than ``max_tokens`` is a batch on its own.
+    A batch ends before it would hold more than ``max_tokens``, or more padding than ``spare_tokens``: more padding
+    would cost more than another batch. A text longer than ``max_tokens`` is a batch alone.
     """
     batches: list[list[int]] = []
     longest = padding = 0

@@ -1,8 +1,8 @@
-"""Which vector of a text is meant: the pooling and the prompts of an encoder, read from its folder. Pure.
+"""Pooling and prompts of an encoder, read from its folder: they define the vector of a text. Pure functions.
 
-A transformer returns one vector per token. The weights do not tell which of them, or their mean, is the vector of the
-text, nor which prompt stood before queries and passages in training. A wrong choice raises no error; its vectors only
-find less. So each choice is read from a file or from the table below; there is no default.
+A transformer returns one vector per token. The weights do not tell which of these, or whether their mean, is the vector
+of the text, nor which prompts began queries and passages in training. A wrong choice raises no error, but finds fewer
+passages. So each choice is read from a file or from the table below; there is no default.
 
 ::
 
@@ -44,7 +44,7 @@ _BGE_ZH = "为这个句子生成表示以用于检索相关文章："  # noqa: R
 
 @dataclass(frozen=True)
 class Family:
-    """Encoders that were trained alike."""
+    """Family of encoders that were trained alike."""
 
     name: str
     pattern: str
@@ -58,7 +58,7 @@ class Family:
 # `average_pool`, `last_hidden_state[:, 0]` or `last_token_pool`; FlagEmbedding's table of embedders says the same. The
 # vectors of all are normalised. The first pattern that is found wins.
 FAMILIES = (
-    # Its card pools the mean, unlike e5-mistral's, with the same instruction.
+    # Its card uses mean pooling, unlike e5-mistral's, with the same instruction.
     Family("multilingual-e5-instruct", r"multilingual-e5-large-instruct", "mean", _INSTRUCTION),
     Family("e5-mistral", r"e5-mistral-7b-instruct", "lasttoken", _INSTRUCTION),
     Family("e5", r"(multilingual-)?e5-(small|base|large)(-v2)?", "mean", "query: ", "passage: "),
@@ -75,26 +75,26 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class EncoderPlan:
-    """How a folder's vectors are made."""
+    """Pooling, prompts and modules with which a folder's vectors are made."""
 
     pooling: str
-    """``mean``, ``cls``, ``lasttoken``, ``static``; several, as ``cls+mean``, are concatenated in the vector."""
+    """Pooling: ``mean``, ``cls``, ``lasttoken`` or ``static``; several, such as ``cls+mean``, are concatenated."""
     query_prompt: str
-    """Stands before every query."""
+    """Text before every query."""
     passage_prompt: str
     is_plain: bool
-    """Whether the folder is of transformers alone, so that the pooling has to be added."""
+    """Whether the folder is from transformers alone, so that the pooling has to be added."""
     ends_texts: bool
-    """Whether every text must end with the end-of-text token, whose vector counts."""
+    """Whether every text must end with the end-of-text token, whose vector is used."""
     module_folders: tuple[str, ...]
-    """Relative to the folder; what the model is made of."""
+    """Folders of the model's modules, relative to its folder."""
     notes: tuple[str, ...]
-    """What a user may want to know: which choices were not the folder's own."""
+    """Notes for the user on choices that the folder does not make."""
 
 
 @dataclass(frozen=True)
 class _Module:
-    """An entry of ``modules.json``."""
+    """Entry of ``modules.json``."""
 
     type: str
     path: str
@@ -102,7 +102,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What is read of ``config_sentence_transformers.json``."""
+    """Fields that are read from ``config_sentence_transformers.json``."""
 
     model_type: str = "SentenceTransformer"
     prompts: dict[str, str | None] | None = None
@@ -114,7 +114,7 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
     ``name`` is the hub name or path that the encoder was asked for by; it tells the family too.
 
     Raises:
-        DataError: no encoder, a broken file, a pooling that is unknown or not the family's, or two families.
+        DataError: there is no encoder, a file is broken, the pooling is unknown or not the family's, or two fit.
     """
     config = _read(dict[str, Any], folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
     if not config and not (folder / MODULES_FILE).is_file():
@@ -177,7 +177,7 @@ def _read_pooling(folder: Path, name: str, modules: list[_Module]) -> str:
 
 
 def _choose_prompts(prompts: dict[str, str | None], family: Family | None) -> tuple[tuple[str, str], tuple[str, ...]]:
-    """Return the query prompt and the passage prompt, and what there is to say about them."""
+    """Return the query prompt and the passage prompt, and notes on their choice."""
     chosen: list[str] = []
     notes: list[str] = []
     for role, keys in (("query", _QUERY_KEYS), ("passage", _PASSAGE_KEYS)):
@@ -195,7 +195,7 @@ def _choose_prompts(prompts: dict[str, str | None], family: Family | None) -> tu
 
 
 def _recognise(folder: Path, name: str, config: dict[str, Any]) -> Family | None:
-    """Return the family that the model's names tell, all of them the same one."""
+    """Return the only family that the names of the model tell; None if they tell none."""
     found: dict[str, str] = {}
     for source, text in _names(folder, name, config):
         for family in FAMILIES:
@@ -209,9 +209,9 @@ def _recognise(folder: Path, name: str, config: dict[str, Any]) -> Family | None
 
 
 def _names(folder: Path, name: str, config: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the model is called, and where."""
+    """Return the names of the model, each with its source."""
     names = [("name", Path(name).name), ("folder", folder.resolve().name)]
-    if folder.parent.name == "snapshots":  # of the hub's cache: models--intfloat--e5-base-v2/snapshots/1c64...
+    if folder.parent.name == "snapshots":  # a folder of the hub's cache: models--intfloat--e5-base-v2/snapshots/1c64...
         names.append(("folder", folder.parent.parent.name))
     origin = config.get("_name_or_path")
     if isinstance(origin, str):
@@ -223,7 +223,7 @@ def _names(folder: Path, name: str, config: dict[str, Any]) -> list[tuple[str, s
 
 
 def _titles(card: str) -> list[str]:
-    """Return what a model card calls the model: in its results, and in its first heading if that is a mere name."""
+    """Return the names of the model in a model card: in its results, and in its first heading if that is a name."""
     results = re.search(r"^model-index:\s*\n- name: *+(\S++) *$", card, re.MULTILINE)
     heading = re.search(r"^#++ ++(.+)$", card, re.MULTILINE)
     titles = [match[1].rstrip(" ") for match in (results, heading) if match]

@@ -1,4 +1,4 @@
-"""Reranker: a cross-encoder that scores a query with each passage found for it, and sorts the passages by score."""
+"""Reranker: a cross-encoder that scores each pair of query and passage, and sorts the passages by score."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MAX_TOKENS = 512
 
 _ARCHITECTURE = "ForSequenceClassification"
 _BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
-"""With padding. Measured on the CPU, where larger batches are no faster."""
+"""Limit of tokens per batch, padding included. Measured on the CPU, where larger batches are no faster."""
 _SPARE_TOKENS = {"cpu": 64, "cuda": 4096}
 _CHARS_PER_TOKEN = 32
-"""More than a token has on average in any text. The tokenizer takes many seconds to cut long pairs."""
+"""More characters than a token has on average in any text; longer texts are cut first, since the tokenizer is slow."""
 
 
 class Reranker:
     """A model that scores pairs of query and passage, on one device.
 
-    The scores are the model's own numbers before any sigmoid, under which good passages would tie.
+    The scores are logits: after a sigmoid, good passages would tie.
     """
 
     def __init__(self, model: Any, tokenizer: Any, max_tokens: int, device: str) -> None:
@@ -49,7 +49,7 @@ class Reranker:
         ``name_or_path`` is a folder or a hub name. The weights are float32 on ``cpu`` and float16 on ``cuda``.
 
         Raises:
-            DataError: no such model, a damaged one, or one that does not score pairs.
+            DataError: there is no such model, it is damaged, or it does not score pairs.
         """
         name = str(name_or_path)
         if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
@@ -81,8 +81,8 @@ class Reranker:
     def rerank(self, queries: list[str], found: Sequence[Sequence[Passage]], k: int) -> list[list[Passage]]:
         """Return the best ``k`` of the passages found for each query, best first, equal scores in their former order.
 
-        All pairs are scored together, equal ones once. ``found`` is ``[len(queries)]``, the result
-        ``[len(queries)][<= k]`` with the scores of this model. Raises ``RetrievalError``: these are no numbers.
+        All pairs are scored together, equal ones once. ``found`` is ``[len(queries)]``, the result ``[len(queries)][<=
+        k]`` with the scores of this model. Raises ``RetrievalError`` if a score is not finite.
         """
         texts = [[passage_text(p, title_repeats=1 if p.title else 0) for p in passages] for passages in found]
         pairs = list(dict.fromkeys((query, text) for query, row in zip(queries, texts, strict=True) for text in row))
@@ -116,7 +116,7 @@ class Reranker:
 
     @torch.inference_mode()
     def _score_batch(self, tokens: dict[str, list[list[int]]]) -> NDArray[np.float32]:
-        """Return a score for each row of ids and masks, ``[num_pairs][num_tokens]``, first padded on the right."""
+        """Return a score for each row of ids and masks, ``[num_pairs][num_tokens]``, after padding on the right."""
         padding = {"input_ids": self._tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": 0}
         inputs = {
             name: pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding[name])
@@ -131,7 +131,7 @@ class Reranker:
 
 
 def _check_kind(name: str, config: Any) -> None:
-    """Refuse a model without a head, for which transformers would make up one of random numbers."""
+    """Refuse a model without a head, since transformers would fill one with random numbers."""
     architectures = config.architectures or ["no architecture"]
     if not architectures[0].endswith(_ARCHITECTURE):
         raise DataError(

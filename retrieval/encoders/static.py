@@ -1,8 +1,8 @@
 """The static encoder: one vector per word, and the mean of its words' vectors for a text.
 
-Its folders are those of a sentence-transformers model with a single ``StaticEmbedding``. They are read and written here
-without that package, whose import takes 6 s of CPU time in every process that searches a small index:
-``time python -c "import torch, sentence_transformers"`` and ``time python -c "import torch"``.
+Its folder is a sentence-transformers model with a single ``StaticEmbedding``, read and written here without that
+package: its import takes 6 s of CPU time in every process that searches a small index: ``time python -c "import torch,
+sentence_transformers"`` and ``time python -c "import torch"``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNKNOWN = "[UNK]"
 
 
 class StaticModel:
-    """What ``Encoder`` uses of a SentenceTransformer whose only module is a StaticEmbedding."""
+    """Replaces, for ``Encoder``, a SentenceTransformer whose only module is a StaticEmbedding."""
 
     def __init__(self, tokenizer: Tokenizer, weights: torch.Tensor) -> None:
         """Hold the vectors of all tokens, ``[num_tokens, dimension]``."""
@@ -47,10 +47,10 @@ class StaticModel:
 
     @classmethod
     def load(cls, folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype) -> Self | None:
-        """Load a folder; None if its model is of another kind or its weights have other names.
+        """Load a folder; return None if its model is of another kind or its weights have other names.
 
         Raises:
-            Exception: a damaged file; tokenizers and safetensors raise their own.
+            Exception: a file is damaged; tokenizers and safetensors raise their own classes.
         """
         if plan.pooling != STATIC_POOLING or len(plan.module_folders) != 1:
             return None
@@ -64,7 +64,7 @@ class StaticModel:
         return cls(Tokenizer.from_file(str(module / _TOKENIZER_FILE)), weights.to(device, dtype))
 
     def preprocess(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        """Return the tokens of all texts in one row, and where each text begins."""
+        """Return the tokens of all texts in one row, and the position at which each text begins."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         starts = np.cumsum([0] + [len(encoding.ids) for encoding in encodings])[:-1]
         ids = [token for encoding in encodings for token in encoding.ids]
@@ -85,12 +85,12 @@ def make_static_encoder(directory: str | Path, texts: Iterable[str], *, dimensio
 
     Every word of ``texts`` gets a random direction with the length of its inverse document frequency, so the inner
     product of two texts is close to their tf-idf similarity (error about ``1 / sqrt(dimension)``). Case and accents do
-    not matter, punctuation separates words, and a word that is not in ``texts`` counts nothing. The same texts,
-    dimension and seed give the same files. Meant for corpora up to some hundred thousand words: a word takes
+    not matter, punctuation separates words, and words that are not in ``texts`` are ignored. The same texts, dimension
+    and seed give the same files. It is meant for corpora of up to some hundred thousand distinct words: a word takes
     ``4 * dimension`` bytes.
 
     Raises:
-        DataError: no word in ``texts``.
+        DataError: ``texts`` has no word.
         OSError: the folder could not be written.
     """
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.BertNormalizer()])
@@ -106,11 +106,11 @@ def make_static_encoder(directory: str | Path, texts: Iterable[str], *, dimensio
         raise DataError("a static encoder needs texts with words in them; the corpus has none")
 
     counts = np.array([document_counts[word] for word in words], np.float64)
-    # BM25's form: positive even where every text holds the word, and next to nothing for "the".
+    # BM25's formula: positive even if every text has the word, and close to 0 for "the".
     idf = np.log1p((num_texts - counts + 0.5) / (counts + 0.5))
     directions = np.random.default_rng(seed).standard_normal((len(words), dimension), dtype=np.float32)
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    # Unknown words are the zero vector. They shorten the mean, and the length is normalised away.
+    # Unknown words are the zero vector: they only shorten the mean, and the length is normalised later.
     weights = np.zeros((1 + len(words), dimension), np.float32)
     weights[1:] = directions * idf[:, None].astype(np.float32)
 

@@ -27,42 +27,42 @@ CODEC = pa.Codec("zstd", compression_level=1)
 
 @dataclass(frozen=True, slots=True)
 class ActorSettings:
-    """The arguments of an actor of the fleet."""
+    """Arguments of an actor of the fleet."""
 
     index: AnyFolder
     num_threads: int
     device: str
-    """``cpu`` or ``cuda``."""
+    """Device of encoder, vectors and reranker: ``cpu`` or ``cuda``."""
     encoder: AnyFolder = ""
-    """The folder of the index's encoder, if it is not in the index."""
+    """Folder of the index's encoder, if it is not in the index."""
     reranker: AnyFolder = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     shards: tuple[int, ...] | None = None
-    """Numbers of the index's shards that this actor holds; None is all."""
+    """Numbers of the index's shards that this actor holds; None means all."""
     encodes: bool = True
     """Whether the actor encodes queries itself."""
     shard_files: AnyFolder = ""
-    """The folder of the files of these shards, apart from the rest of the index, which the actors of a node share."""
+    """Folder with the files of these shards, apart from the rest of the index, which the actors of a node share."""
 
 
 class RowHits(NamedTuple):
-    """The rows that a batch of queries found, for a client whose node has the corpus too."""
+    """Rows that a batch of queries found, for a client whose node also has the corpus."""
 
     index_version: str
     scores: NDArray[np.float32]
-    """``[num_queries, depth]``"""
+    """Scores, ``[num_queries, depth]``."""
     rows: NDArray[np.int64]
-    """``[num_queries, depth]``, of the corpus; ``ABSENT`` where fewer were found."""
+    """Corpus rows, ``[num_queries, depth]``; ``ABSENT`` if fewer were found."""
 
 
 class PackedHits(NamedTuple):
-    """The passages that a batch of queries found, for a client without the corpus."""
+    """Passages that a batch of queries found, for a client without the corpus."""
 
     index_version: str
     num_bytes: int
-    """Before compression."""
+    """Number of bytes before compression."""
     data: bytes
-    """``[num_queries][<= depth]`` of row, id, title, text and score: a message of ``rpc``, compressed by ``CODEC``."""
+    """Rows, ids, titles, texts and scores, ``[num_queries][<= depth]``: an ``rpc`` message, compressed by ``CODEC``."""
 
 
 def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_version: str) -> PackedHits:
@@ -71,7 +71,7 @@ def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_vers
     Args:
         found: ``[num_queries][<= depth]``
         rows: ``[num_queries, depth]``, the passages' corpus rows, or any numbers that order equal scores.
-        index_version: of the index that was searched.
+        index_version: version of the searched index.
     """
     message = encode(
         [
@@ -84,24 +84,24 @@ def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_vers
 
 @dataclass(frozen=True, slots=True)
 class ActorLoad(Pulse):
-    """The load of an actor since its process started."""
+    """Load of an actor since its process started."""
 
     up_s: float
     busy_s: float
     queries: int
     batches: int
     clients: Mapping[str, tuple[float, ClientLoad]]
-    """The last report of each client that reports to this actor, and its age in seconds."""
+    """Last report of each client that reports to this actor, with its age in seconds."""
 
 
 class RpcActor(RpcServer):
-    """An actor whose methods clients call over ZeroMQ, or by Ray where they cannot connect."""
+    """Actor whose methods clients call over ZeroMQ, or by Ray if they cannot connect."""
 
     fleet = "retriever"
-    """Its fleet in Prometheus: the label of ``batch_seconds`` and ``batch_queries``."""
+    """Name of its fleet in Prometheus: the label of ``batch_seconds`` and ``batch_queries``."""
 
     def __init__(self) -> None:
-        """Start the thread that loads and answers; no client can connect before ``open``."""
+        """Start the thread that loads and answers; clients can connect after ``open``."""
         super().__init__()
         self._started = time.monotonic()
         self._num_queries = self._num_batches = 0
@@ -113,15 +113,15 @@ class RpcActor(RpcServer):
         self.run(int)
 
     def rpc_address(self) -> RpcAddress | None:
-        """Return where clients connect, or None where this node's address cannot be listened at."""
+        """Return the address at which clients connect, or None if the actor cannot listen at this node's address."""
         return self.address
 
     def report(self, client: str, load: ClientLoad) -> None:
-        """Keep a client's report for ``load``."""
+        """Keep a client's report; ``load`` returns it."""
         self._reports[client] = (time.monotonic(), load)
 
     def load(self) -> ActorLoad:
-        """Return the load of this actor, and what its clients reported."""
+        """Return the load of this actor, and the reports of its clients."""
         now = time.monotonic()
         return ActorLoad(
             Process.current(),
@@ -133,7 +133,7 @@ class RpcActor(RpcServer):
         )
 
     def serve(self, *methods: Callable[..., Any]) -> None:
-        """Let clients connect, and call methods that take a batch of queries first; their load is counted."""
+        """Let clients connect and call ``methods``, whose first argument is a batch of queries; count their load."""
         self.open({method.__name__: partial(self._run_batch, method) for method in methods})
 
     def _run_batch(self, method: Callable[..., Any], queries: list[str], *arguments: Any) -> Any:
@@ -155,7 +155,7 @@ class RetrieverActor(RpcActor):
         """Open the index and search once, so that the first caller finds everything loaded.
 
         Raises:
-            DataError: no usable index on this node.
+            DataError: this node has no usable index.
         """
         super().__init__()
         self._reranks = bool(settings.reranker)
@@ -167,7 +167,7 @@ class RetrieverActor(RpcActor):
         from retrieval.local import LocalRetriever
 
         index_dir = on_this_node(settings.index)
-        if settings.encodes or Manifest.read(Path(index_dir)).vector_type == FLAT:  # else torch is not imported at all
+        if settings.encodes or Manifest.read(Path(index_dir)).vector_type == FLAT:  # else torch is not imported
             import torch
 
             torch.set_num_threads(settings.num_threads)
@@ -189,7 +189,7 @@ class RetrieverActor(RpcActor):
         self._retriever.search_rows(["warm up"], 1, vectors)
 
     def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> PackedHits:
-        """Return the passages; ``vectors`` are the encoded queries, float32 ``[len(queries), dimension]``, if any."""
+        """Return the passages; ``vectors`` are the encoded queries, float32 ``[len(queries), dimension]``, or None."""
         if self._reranks:
             found = self._retriever.search_batch(queries, k, vectors)
             rows = np.zeros((len(queries), max(map(len, found), default=0)), np.int64)
@@ -203,7 +203,7 @@ class RetrieverActor(RpcActor):
         return RowHits(self._retriever.version, *self._retriever.rank(queries, k, vectors))
 
     def open_batch(self, titles: list[str]) -> tuple[PackedHits, list[tuple[str, ...]]]:
-        """Return the passages of the page of each title, and ``Page.near`` of each."""
+        """Return the passages of the page of each title, and the ``Page.near`` of each."""
         pages = self._retriever.open_batch(titles)
         rows = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
         return pack(pages, rows, self._retriever.version), [page.near for page in pages]
@@ -237,7 +237,7 @@ class EncoderActor(RpcActor):
         self._encoder.encode_queries(["warm up"])
 
     def encode(self, queries: list[str]) -> NDArray[np.float32]:
-        """Return the queries' vectors, float32 ``[len(queries), dimension]``."""
+        """Return the vectors of the queries, float32 ``[len(queries), dimension]``."""
         return self._encoder.encode_queries(queries)
 
 

@@ -33,19 +33,19 @@ from retrieval.fleet.actor import ActorLoad, RpcActor
 from retrieval.fleet.batching import ClientLoad
 
 REFRESH_S = 2.0
-"""Between two looks of a client at the members of a fleet, while queries come."""
+"""Seconds between two reads of a fleet's member list by a client, while queries come."""
 LEAVE_S = 3 * REFRESH_S
-"""From taking a member off the list to its end. A client sends nothing by a list older than ``2 * REFRESH_S``."""
+"""Seconds from taking a member off the list to its end. A client uses no list older than ``2 * REFRESH_S``."""
 _NAMESPACE = "ragr1"
 _HEALTH = "health"
-"""Ray's concurrency group of the calls of ``load``."""
+"""Ray's concurrency group for the calls of ``load``."""
 _ANSWER_TIMEOUT_S = 5.0
 REPORT_EXPIRES_S = 5 * REFRESH_S
-"""A client that has not reported for this long has no queries out."""
+"""Age in seconds from which a client's report is ignored: the client has no queries out."""
 
 
 class ActorFleet:
-    """Members of one kind, each one actor or one for each shard of an index."""
+    """Members of one kind; each has one actor, or one for each shard of an index."""
 
     def __init__(
         self,
@@ -58,19 +58,19 @@ class ActorFleet:
         actor_options: ActorOptions = anywhere,
         hang_timeout_s: float = HANG_TIMEOUT_S,
     ) -> None:
-        """Hold no member yet.
+        """Begin without members.
 
         Args:
-            kind: one word for names and messages: ``retriever``.
-            actor_class: of every actor.
-            arguments: of the actors of a member, one tuple for each.
-            num_cpus: of one actor, as ``num_gpus``.
-            actor_options: where the first, second, ... actor that is started runs.
-            hang_timeout_s: of ``Fleet``.
+            kind: one word for names and messages, such as ``retriever``.
+            actor_class: class of every actor.
+            arguments: arguments of the actors of a member, one tuple for each actor.
+            num_cpus: CPUs of one actor, as ``num_gpus`` its GPUs.
+            actor_options: returns the placement of the first, second, ... actor that is started.
+            hang_timeout_s: see ``Fleet``.
         """
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
-        """The names of all actors begin with it."""
+        """Beginning of the names of all actors."""
         # Ray restarts the actors without limit, but no call: the client retries, on another replica.
         with_options = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
             num_cpus=num_cpus,
@@ -83,9 +83,9 @@ class ActorFleet:
         self._actor_options = actor_options
         self._arguments = arguments
         self._leaving: dict[int, threading.Timer] = {}
-        """The timers of the members that are off the list, by index."""
+        """Timers of the members that are off the list, by index."""
         self._done: dict[Process, tuple[float, int]] = {}
-        """Seconds of work and answered queries of each process, as ``state`` last saw them."""
+        """Seconds of work and number of answered queries of each process, at the last call of ``state``."""
         self._hang_timeout_s = hang_timeout_s
         self.fleet = Fleet[ActorLoad](kind, self._start, _ask, hang_timeout_s, on_change=self._publish)
 
@@ -106,12 +106,12 @@ class ActorFleet:
 
     @property
     def handles(self) -> dict[str, ActorHandle[Any]]:
-        """All actors by name: the fleet's, the number of the member, and that of the actor in it."""
+        """Listed actors by name: name of the fleet, number of the member, number of the actor in it."""
         return {self._name(m.index, number): handle for m in self._listed for number, handle in enumerate(m.actors)}
 
     @property
     def actors(self) -> list[ActorHandle[Any]]:
-        """All actors."""
+        """Actors that are listed."""
         return list(self.handles.values())
 
     def scale_to(self, num_members: int) -> None:
@@ -128,7 +128,7 @@ class ActorFleet:
         self._publish()
 
     def _end(self, member: Member[ActorLoad]) -> None:
-        """End the actors of a member that no client uses any more, after the calls that they have."""
+        """End the actors of a member that no client uses any more, after they answered their calls."""
         if member.index not in self._leaving:  # the fleet was stopped
             return
         with contextlib.suppress(RayError):
@@ -146,12 +146,12 @@ class ActorFleet:
         found = {}
         if calls:
             for call in ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_TIMEOUT_S)[0]:
-                with contextlib.suppress(RayError):  # the watchdog tells
+                with contextlib.suppress(RayError):  # the watchdog reports it
                     found[calls[call]] = ray.get(call)
         return {name: found[name] for name in self.handles if name in found}
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads, as the actors answered lately. Requests are queries."""
+        """Return the load for the fleet's autoscaler, from the last answers of the actors. Requests are queries."""
         with self.fleet.changed:
             draining = [member for member in self._listed if member.is_draining]
             num_ready, num_starting = self.fleet.num(MemberState.READY), self.fleet.num(MemberState.STARTING)
@@ -193,7 +193,7 @@ def client_reports(loads: Iterable[ActorLoad]) -> list[tuple[float, ClientLoad]]
 
 
 def find_actors(fleet_name: str, *, only_running: bool = False) -> list[str]:
-    """Return the sorted names of a fleet's actors; ``only_running``: without those that load, unless all do."""
+    """Return the sorted names of a fleet's actors; ``only_running`` leaves out those that load, unless all do."""
     value = _internal_kv_get(fleet_name, namespace=_NAMESPACE)
     found: Mapping[str, bool] = json.loads(value) if value else {}
     running = [name for name, is_running in found.items() if is_running]

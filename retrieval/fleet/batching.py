@@ -11,7 +11,7 @@
 
 There is no timer: a batch leaves as soon as a replica has a free slot, with all queries that wait by then. An answer is
 a pure function of the query, so a query may be asked again after a failure. One ``Batcher`` batches searches over
-retrievers, another one queries over encoders where those are separate actors.
+retrievers; another one batches queries over encoders if these are separate actors.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise
 
 MAX_BATCH = 512
-"""Queries in one batch; bounds what one failure delays."""
+"""Limit of queries in one batch; bounds the number that one failure delays."""
 MIN_SHARE = 8
-"""The queue is split over idle replicas in batches of at least this many queries: smaller ones cost more per query than
-the second replica saves."""
+"""Least number of queries in the batches into which the queue is split over idle replicas: smaller batches cost more
+per query than the second replica saves."""
 HALVE_FROM = 64
-"""A share of at least this many queries leaves in two batches where replicas have two stages, encoder and index:
-otherwise one stage waits for the other. With one stage a large batch costs less per query."""
+"""Number of queries from which a share leaves in two batches if replicas have two stages, encoder and index: else one
+stage waits for the other. With one stage a large batch costs less per query."""
 ROOM = 2 * MAX_BATCH
-"""Queries that may wait per replica that is up, before ``wait_for_room`` waits."""
+"""Number of queries that may wait per replica that is up before ``wait_for_room`` waits."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
 
 A = TypeVar("A")
-"""The answer to one query: its hits, or its vector."""
+"""Answer to one query: its hits, or its vector."""
 A_co = TypeVar("A_co", covariant=True)
 
 
 class Replica(Protocol[A_co]):
-    """One of several that give the same answers."""
+    """One of several replicas that give the same answers."""
 
     async def answer_batch(self, queries: list[str], k: int) -> Sequence[A_co]:
         """Return one answer per query, or raise ``RetrievalError`` if this replica cannot answer."""
@@ -58,30 +58,30 @@ class Replica(Protocol[A_co]):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An answer that says why the query cannot be answered by any replica; it is not asked again."""
+    """Answer that says why no replica can answer the query; the query is not asked again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """How a pool uses its replicas; keys of the recipe's ``retrieval`` section."""
+    """Timeout, retries and cache of a pool of replicas; keys of the recipe's ``retrieval`` section."""
 
     timeout_s: float = 30.0
     """Limit of one attempt at one replica, and of the wait until any replica is up."""
     max_retries: int = 2
-    """Attempts after the first one."""
+    """Number of attempts after the first one."""
     cache_size: int = 0
-    """Answers kept; 0 is no cache."""
+    """Number of answers kept; 0 turns the cache off."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """What a ``PooledRetriever`` has done since its start, and its load now."""
+    """Counts of a ``PooledRetriever`` since its start, and its load now."""
 
     queries: int
     cached: int
-    """Queries answered from its cache."""
+    """Queries answered from the cache."""
     failed_attempts: int
     """Batches that a replica did not answer."""
     waiting: int
@@ -92,7 +92,7 @@ class ClientLoad:
 
 @dataclass(slots=True, eq=False)
 class _Slots(Generic[A]):
-    """A replica and the batches that are out at it."""
+    """Replica with the number of batches that are out at it."""
 
     name: str
     replica: Replica[A]
@@ -103,7 +103,7 @@ class _Slots(Generic[A]):
 
 
 class _Call(Generic[A]):
-    """One call of ``ask`` and its answers so far. One future for all of them: one per query would cost milliseconds."""
+    """Call of ``ask`` with its answers so far. One future serves all queries: one per query costs milliseconds."""
 
     def __init__(self, num_queries: int, loop: asyncio.AbstractEventLoop) -> None:
         self._answers: list[A | None] = [None] * num_queries
@@ -123,12 +123,12 @@ class _Call(Generic[A]):
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[A]):
-    """One query in the queue and the calls that wait for it."""
+    """Query in the queue with the calls that wait for it."""
 
     query: str
     k: int
     calls: list[tuple[_Call[A], int]] = field(default_factory=list)
-    """Each with the position of the query in that call."""
+    """Calls, each with the position of the query in it."""
 
 
 class Batcher(Generic[A]):
@@ -145,14 +145,14 @@ class Batcher(Generic[A]):
         """Serve from ``replicas``.
 
         Args:
-            replicas: by name, at least one; each counts as up until it fails.
+            replicas: at least one replica, by name; each counts as up until it fails.
             settings: timeout and retries.
             has_stages: whether a replica can work on two batches at once; see ``HALVE_FROM``.
-            seed: of the choice among replicas, for a simulation that must repeat.
+            seed: seed of the choice among replicas, for a simulation that must repeat.
         """
         assert replicas, "a batcher needs a replica"
         self._has_stages = has_stages
-        # A further batch would wait at the replica, where it can neither grow nor go to another replica.
+        # A further batch would wait at the replica, where it cannot grow or go to another replica.
         self._max_batches = 2 if has_stages else 1
         self._timeout_s, self._max_retries = settings.timeout_s, settings.max_retries
         self._replicas = dict(replicas)
@@ -165,10 +165,10 @@ class Batcher(Generic[A]):
         self._num_queries = self._num_failed = 0
         self._num_waiting_again = 0
         self._problem = ""
-        """The last error of any replica, be it of a batch or of a ping."""
+        """Last error of any replica, from a batch or a ping."""
 
     def load(self, num_cached: int) -> ClientLoad:
-        """Return the load now and the counts since the start, with ``num_cached`` queries that were not asked here."""
+        """Return the load now and the counts since the start; ``num_cached`` queries were not asked here."""
         num_waiting = len(self._queue)
         return ClientLoad(
             self._num_queries + num_cached, num_cached, self._num_failed, num_waiting, len(self._asked) - num_waiting
@@ -199,7 +199,7 @@ class Batcher(Generic[A]):
         return await call.answered
 
     async def wait_for_room(self) -> None:
-        """Return once fewer than ``ROOM`` queries wait per replica that is up."""
+        """Return once fewer than ``ROOM`` queries per replica that is up are waiting."""
         self._bind()
         while len(self._queue) >= ROOM * sum(slots.is_up for slots in self._slots.values()):
             if not self._queue:  # no replica is up and no query waits: a search must run to report that
@@ -207,10 +207,10 @@ class Batcher(Generic[A]):
             await self._changed.wait()
 
     def set_replicas(self, replicas: Mapping[str, Replica[A]]) -> None:
-        """Use these replicas from now on; there must be one.
+        """Use these replicas from now on; there must be at least one.
 
-        A known name keeps its replica and state; a new one is used once it has answered a ping. A batch at a replica
-        that left is answered by it, or asked again at another one.
+        A known name keeps its replica and state; a new one is used once it has answered a ping. A batch at a removed
+        replica is answered by it, or asked again at another one.
         """
         assert replicas, "a batcher needs a replica"
         self._replicas = dict(replicas)
@@ -249,7 +249,7 @@ class Batcher(Generic[A]):
             self._is_dispatching = False
 
     def _take_batch(self) -> list[_Waiting[A]]:
-        """Take one replica's share of the queue, all of one ``k``."""
+        """Take the share of one replica from the queue; all its queries have the same ``k``."""
         num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # the chosen replica no longer counts as idle
         if self._has_stages and share >= HALVE_FROM:
@@ -262,8 +262,8 @@ class Batcher(Generic[A]):
         return batch
 
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
-        """Answer one batch. ``slots`` is the replica to try first, with its slot taken; None if none was up."""
-        failure = RetrievalError("the search was abandoned")  # if a bug or cancellation ends this: no call may hang
+        """Answer one batch. ``slots`` is the replica to try first, with its slot taken; None if no replica was up."""
+        failure = RetrievalError("the search was abandoned")  # for a bug or a cancellation: no call may hang
         answers: Sequence[A] | None = None
         try:
             answers = await self._try(batch, slots)
@@ -280,7 +280,7 @@ class Batcher(Generic[A]):
             self._announce()
 
     async def _try(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> Sequence[A]:
-        """Try one replica after another.
+        """Try one replica after another until one answers.
 
         Raises:
             RetrievalError: all of ``max_retries + 1`` attempts failed.
@@ -320,9 +320,9 @@ class Batcher(Generic[A]):
         )
 
     async def _acquire(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
-        """Take a slot of a replica that is up, if possible one that is not in ``avoid``; None if none is up in time.
+        """Take a slot of a replica that is up, if possible one not in ``avoid``; return None if none is up in time.
 
-        Batches that failed before come first: their callers have waited longest.
+        Batches that failed before go first, since their callers have waited longest.
         """
         self._num_waiting_again += bool(avoid)
         gives_up_at: float | None = None  # on the loop's clock; None while a replica is up
@@ -333,13 +333,14 @@ class Batcher(Generic[A]):
                 free = [slots for slots in others or up if slots.num_batches < self._max_batches]
                 if free and (avoid or not self._num_waiting_again):
                     idle = [slots for slots in free if slots.num_batches == 0]
-                    # The less loaded of two random ones: close to the best, and clients do not all choose the same.
+                    # The less loaded of two random replicas is close to the best, and clients do not all choose the
+                    # same.
                     pair = self._random.sample(idle or free, min(2, len(idle or free)))
                     chosen = min(pair, key=lambda slots: slots.num_queries)
                     chosen.num_batches += 1
                     chosen.num_queries += num_queries
                     return chosen
-                # While replicas are up this wait ends: the batches that hold their slots time out.
+                # While replicas are up this wait ends, since the batches that hold their slots time out.
                 if up:
                     gives_up_at = None
                 elif gives_up_at is None:  # announcements that bring no replica do not prolong the wait
@@ -374,19 +375,19 @@ class Batcher(Generic[A]):
         return f"{slots.name}: no answer within {self._timeout_s:g} s"
 
     def _announce(self) -> None:
-        """Wake ``_acquire`` and ``wait_for_room``: a slot is free, a replica is up, or the queue is shorter."""
+        """Wake ``_acquire`` and ``wait_for_room``, because a slot is free, a replica is up, or the queue is shorter."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine as a task, and keep a reference: the event loop keeps only weak ones."""
+        """Run a coroutine as a task, and keep a reference, since the event loop keeps only weak ones."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 class PooledRetriever:
-    """The retriever over replicas of any kind: it normalises, caches, merges equal queries, batches and retries."""
+    """Retriever over replicas of any kind: it normalises, caches, merges equal queries, batches and retries."""
 
     def __init__(
         self,
@@ -400,7 +401,7 @@ class PooledRetriever:
         self.batcher: Batcher[Hits | Refusal] = Batcher(replicas, settings, has_stages=has_stages, seed=seed)
         self._cache_size = settings.cache_size
         self._cache: OrderedDict[tuple[str, int], Hits] = OrderedDict()
-        """By query and ``k``, the least recently used first; all of one index version."""
+        """Hits by query and ``k``, the least recently used first; all from one index version."""
         self._version = ""
         self._num_cached = 0
 

@@ -43,24 +43,24 @@ _log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
 _OPEN = 0
-"""In place of the number of passages: the queries are titles of pages to open."""
+"""Stands in the place of ``k`` for a request to open pages; its queries are titles."""
 
 
 class RetrieverClient:
-    """The retriever of an env runner: it caches, batches, routes and retries. It pickles as its arguments."""
+    """Retriever of an env runner: it caches, batches, routes and retries. It pickles as its arguments."""
 
     def __init__(
         self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings, index_dir: str = ""
     ) -> None:
-        """Find the actors of a fleet by name; handles would bind a client to the node of their owner.
+        """Find the actors of a fleet by name, since handles would bind a client to the node of their owner.
 
         Args:
             fleet: ``ActorFleet.name`` of the retrievers.
-            num_shards: actors per replica.
-            encoder_fleet: ``ActorFleet.name`` of the encoders; empty where each retriever encodes.
-            settings: of the pool.
-            index_dir: of the fleet's index. If this node has it too, actors answer with rows and the passages are read
-                here; if not, or if this is empty, actors answer with the passages.
+            num_shards: number of actors per replica.
+            encoder_fleet: ``ActorFleet.name`` of the encoders; empty if each retriever encodes.
+            settings: timeout, retries and cache size.
+            index_dir: directory of the fleet's index. If this node has it too, actors answer with rows and the passages
+                are read here; if not, or if it is empty, actors answer with the passages.
 
         Raises:
             RetrievalError: the fleet has no complete replica.
@@ -81,14 +81,14 @@ class RetrieverClient:
         self._replicas = replicas
         self._pool = PooledRetriever(replicas, settings, has_stages=bool(encoder_fleet))
         self._num_failed = 0
-        """Failed attempts that are counted in Prometheus."""
+        """Number of failed attempts that are counted in Prometheus."""
         self._seen_at = time.monotonic()
         self._looking: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._id = uuid.uuid4().hex
 
     def __reduce__(self) -> tuple[type[RetrieverClient], tuple[Any, ...]]:
-        """Pickle as the arguments of the constructor; queries in flight stay here."""
+        """Pickle as the arguments of the constructor; queries in flight stay with the original."""
         return RetrieverClient, self._arguments
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
@@ -110,10 +110,10 @@ class RetrieverClient:
         """Return the page of each title, as any replica finds it; see ``PageRetriever``."""
         await self._refresh()
         answers = await self._pool.batcher.ask(titles, _OPEN)
-        return [page for page in answers if isinstance(page, Page)]  # all are
+        return [page for page in answers if isinstance(page, Page)]  # all answers are pages
 
     async def _refresh(self) -> None:
-        """Look again for replicas from time to time."""
+        """Look for replicas again from time to time."""
         age_s = time.monotonic() - self._seen_at
         if age_s >= REFRESH_S:
             if not _is_running(self._looking):
@@ -126,7 +126,7 @@ class RetrieverClient:
         await self._pool.batcher.wait_for_room()
 
     async def _look(self) -> None:
-        """Update the replicas and encoders in use, and have the load of this client reported to the fleets."""
+        """Update the replicas and encoders in use, and report the load of this client to the fleets."""
         replicas = self._find_replicas(await asyncio.to_thread(find_actors, self._fleet), self._replicas)
         if replicas:
             self._replicas = replicas
@@ -141,7 +141,7 @@ class RetrieverClient:
             self._reporting = asyncio.create_task(self._report())
 
     async def _report(self) -> None:
-        """One actor of each fleet keeps all reports of this client."""
+        """Send the load of this client to one actor of each fleet, which keeps all its reports."""
         load = self._pool.load()
         count("failed_attempts", load.failed_attempts - self._num_failed)
         self._num_failed = load.failed_attempts
@@ -151,7 +151,7 @@ class RetrieverClient:
                 await _NamedActor(self._first_encoder).ray_call("report", self._id, self._encoders.load(0))
 
     def _find_replicas(self, names: Sequence[str], known: Mapping[str, _RemoteReplica]) -> dict[str, _RemoteReplica]:
-        """Group shard actors ``<member>.<shard>`` by member; drop members that are not complete."""
+        """Group shard actors ``<member>.<shard>`` by member; drop incomplete members."""
         members: dict[str, list[str]] = defaultdict(list)
         for name in names:
             members[name.rpartition(".")[0]].append(name)
@@ -163,7 +163,7 @@ class RetrieverClient:
 
 
 class _NamedActor:
-    """An actor by name; all errors of its calls become ``RetrievalError``."""
+    """Actor that is found by name; all errors of its calls become ``RetrievalError``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -172,7 +172,7 @@ class _NamedActor:
         self._is_unreachable = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call over ``RpcClient``, or by Ray where it cannot connect."""
+        """Call a method over ``RpcClient``, or by Ray if it cannot connect."""
         try:
             client = self._client or await self._connect()
             if client is not None:
@@ -183,7 +183,7 @@ class _NamedActor:
         return await self.ray_call("call", method, *arguments)
 
     async def ping(self) -> None:
-        """Ask Ray, which knows an actor that was restarted."""
+        """Ask the actor by Ray, which also finds an actor that was restarted."""
         await self.ray_call("ping")
         self._is_unreachable = False  # it may have been restarted on another node
 
@@ -195,7 +195,7 @@ class _NamedActor:
             raise RetrievalError(last_line(error)) from error
 
     async def _connect(self) -> RpcClient | None:
-        """Return a connected client; None where none can connect."""
+        """Return a connected client; None if it cannot connect."""
         if self._is_unreachable:
             return None
         address = await self.ray_call("rpc_address")
@@ -213,14 +213,14 @@ class _NamedActor:
 
 
 class _RemoteEncoder(_NamedActor):
-    """``Replica`` over an encoder actor."""
+    """``Replica`` with one encoder actor."""
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Vector]:
         return list(await self.call("encode", queries))
 
 
 class _RemoteReplica:
-    """``Replica`` over the shard actors of one copy of the index."""
+    """``Replica`` with the shard actors of one copy of the index."""
 
     def __init__(
         self, shards: Sequence[str], encoders: Batcher[Vector] | None, corpus: tuple[Corpus, str] | None
@@ -262,9 +262,9 @@ class _RemoteReplica:
 
 
 def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
-    """Return the ``k`` best hits per query of disjoint shards, equal scores by row: what one index would answer.
+    """Return the ``k`` best hits per query from disjoint shards, equal scores by row, as one index would answer.
 
-    ``k`` None: all hits of one shard, in their order.
+    If ``k`` is None, return all hits of one shard in their order.
     """
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
     version = shards[0].index_version
@@ -277,12 +277,12 @@ def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
 
 
 def _is_running(task: asyncio.Task[None] | None) -> TypeGuard[asyncio.Task[None]]:
-    """Whether a task runs in this event loop; one of an earlier loop was abandoned with it."""
+    """Return whether a task runs in this event loop; a task of an earlier loop was abandoned with it."""
     return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
 
 
 def _open_corpus(index_dir: str) -> tuple[Corpus, str] | None:
-    """Map the passages of the fleet's index, and return its version too; None: this node has no complete copy."""
+    """Map the passages of the fleet's index; return them and its version. None: this node has no complete copy."""
     try:
         manifest = Manifest.read(index_dir)
         manifest.corpus.check(Path(index_dir))

@@ -26,11 +26,11 @@ from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
 from retrieval.local import open_retriever
 
 START_TIMEOUT_S = 600.0
-"""For all replicas to load: reading an index of tens of gigabytes from disk takes minutes."""
+"""Limit for all replicas to load, in seconds: reading an index of tens of gigabytes from disk takes minutes."""
 
 
 class RetrieverGroup:
-    """The retrieval of a run, with its fleets of ``RetrieverActor`` and ``EncoderActor`` if it has any.
+    """Retrieval of a run, with its fleets of ``RetrieverActor`` and ``EncoderActor`` if it has any.
 
     Ray restarts an actor that dies; clients do not use it until it answers a ping.
     """
@@ -49,7 +49,7 @@ class RetrieverGroup:
         Args:
             index_dir: made by ``build_index``; None where ``settings.type`` needs no index.
             settings: the recipe's ``retrieval`` section. With 0 retrievers no actor is started.
-            share: returns what actors get for a folder: index, encoder, reranker, the searches of a recorded run.
+            share: returns the form in which actors get a folder: index, encoder, reranker, recorded searches.
             retriever_options: where the first, second, ... retriever runs; by default on any node with the labels of
                 ``settings.label_selector``.
             encoder_options: the same for encoders.
@@ -63,7 +63,7 @@ class RetrieverGroup:
         anywhere_labelled = labelled(settings.label_selector)
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
         self._fleets: list[ActorFleet] = []
-        """The retrievers, and the encoders behind them, if they are actors."""
+        """Fleet of the retrievers, and then that of the encoders if they are separate actors."""
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
             self._options["run"] = _recorded(str(self._options["run"]), share)
@@ -83,12 +83,12 @@ class RetrieverGroup:
 
     @property
     def fleets(self) -> tuple[ActorFleet, ...]:
-        """The retrievers, and then the encoders if they are separate actors; empty if there is no actor."""
+        """Fleet of the retrievers, and then that of the encoders if they are separate actors; empty without actors."""
         return tuple(self._fleets)
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
-        """The actors that hold the index and are not stopped."""
+        """Actors that hold the index and are not stopped."""
         return self._fleets[0].actors if self._fleets else []
 
     def wait_until_ready(self) -> None:
@@ -107,8 +107,8 @@ class RetrieverGroup:
     def retriever(self) -> Retriever:
         """Return the retriever, which pickles, so that it can be sent to any actor.
 
-        It is a client of the fleet; with 0 retrievers a ``LocalRetriever``; without an index, what ``retrieval.type``
-        names.
+        It is a client of the fleet; with 0 retrievers a ``LocalRetriever``; without an index the class that
+        ``retrieval.type`` names.
         """
         settings = self._settings
         if self._index_dir is None:
@@ -127,8 +127,8 @@ class RetrieverGroup:
         A new replica is searched once it has answered a ping; one that ends answers its calls first.
 
         Args:
-            num_retrievers: replicas, at least 1.
-            num_encoders: at least 1; None leaves them as they are.
+            num_retrievers: number of replicas, at least 1.
+            num_encoders: number of encoders, at least 1; None changes nothing.
         """
         retrievers, *encoders = self._fleets
         assert num_retrievers >= 1, num_retrievers
@@ -140,7 +140,7 @@ class RetrieverGroup:
     def metrics(self) -> dict[str, float]:
         """Return the health and load of the fleets, named as in docs/metrics.md; ``{}`` without a fleet.
 
-        Waits up to 5 seconds for lost actors. Clients report every ``actor_fleet.REFRESH_S`` while they search.
+        It waits up to 5 seconds for lost actors. Clients report every ``actor_fleet.REFRESH_S`` while they search.
         """
         metrics: dict[str, float] = {}
         reports: list[tuple[float, ClientLoad]] = []
@@ -183,7 +183,7 @@ def _check_fleet(settings: RetrievalSettings, manifest: Manifest) -> None:
 
 
 def _recorded(run: str, share: Share) -> AnyFolder:
-    """Return what actors get for the recorded searches of a run, or the run's path if that is it."""
+    """Return the form in which actors get the recorded searches of a run, or its path if it is already a ``Folder``."""
     if is_uri(run):
         found = Storage(run).find(TRAJECTORIES)
         if found is None:
@@ -195,7 +195,7 @@ def _recorded(run: str, share: Share) -> AnyFolder:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What actors get for the folders of retrieval."""
+    """Folders of the retrieval in the form in which actors get them."""
 
     index: AnyFolder
     encoder: AnyFolder
@@ -207,7 +207,7 @@ class _Shared:
         return cls(share(index_dir), encoder, share(settings.reranker) if settings.reranker else "")
 
     def common(self, manifest: Manifest) -> AnyFolder:
-        """Return the index without its shards: what all actors need, and a node fetches once."""
+        """Return the index without its shards: all actors need it, and a node fetches it once."""
         rest = (file.name for file in manifest.files)
         return part_of(self.index, MANIFEST_FILE, manifest.corpus.name, *rest, f"{ENCODER_FOLDER}/")
 

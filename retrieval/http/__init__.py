@@ -1,1 +1,1 @@
-"""Retrieval over HTTP: the /retrieve server and client, and web search."""
+"""Retrieval over HTTP: server and client of ``/retrieve``, and web search."""

@@ -34,25 +34,25 @@ TopK = Annotated[int, Field(ge=1, le=MAX_TOPK, description="Passages per query."
 
 
 class McpEndpoint:
-    """Answers requests while the ``async with`` block of ``running`` runs."""
+    """Answers requests of MCP within the ``async with`` block of ``running``."""
 
     def __init__(self, retriever: Retriever) -> None:
-        """Answer searches with ``retriever``."""
+        """Take the retriever that answers the searches."""
         server = search_server(retriever)
         server.streamable_http_app(  # makes the session manager
             json_response=True,
             stateless_http=True,
             max_request_body_size=Limits().body_bytes,
-            transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guards have it
+            transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),  # the guards do this
         )
         self._sessions = server.session_manager
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Return what the requests are answered in."""
+        """Return the context in which requests are answered."""
         return self._sessions.run()
 
     async def answer(self, request: web.Request, body: bytes) -> web.Response:
-        """Answer a request whose body was read."""
+        """Answer a request whose body has been read."""
         scope = {
             "type": "http",
             "method": request.method,
@@ -64,7 +64,7 @@ class McpEndpoint:
         sent: list[Any] = []
 
         async def receive() -> Any:
-            return given.pop() if given else await asyncio.Event().wait()  # a client that leaves cancels all of it
+            return given.pop() if given else await asyncio.Event().wait()  # a client that leaves cancels everything
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -77,14 +77,14 @@ class McpEndpoint:
 
 
 def search_server(retriever: Retriever) -> MCPServer:
-    """Return the server of the tool ``search``, which asks ``retriever``; it listens nowhere yet."""
+    """Return the server of the tool ``search``, which asks ``retriever``; it does not listen yet."""
     server = MCPServer("ragr1", log_level="WARNING", subscriptions=False)
 
     @server.tool(description="Search for passages. Several queries are answered at once.")
     async def search(queries: Queries, k: TopK = DEFAULT_TOPK) -> CallToolResult:
         try:
             found = await retriever.search(queries, k)
-        except RetrievalError as error:  # no result: a client that trains must not show it to its policy
+        except RetrievalError as error:  # not a result: a client that trains must not show it to its policy
             raise MCPError(INTERNAL_ERROR, f"the search failed: {error}") from error
         text = "\n\n".join(map(_as_text, queries, found))
         structured = {"result": [[_as_json(passage) for passage in passages] for passages in found]}
@@ -103,5 +103,5 @@ def _as_json(passage: Passage) -> dict[str, Any]:
 
 
 def run_over_stdio(retriever: Retriever) -> None:
-    """Serve through standard input and output, until that input ends."""
+    """Serve through standard input and output until the input ends."""
     anyio.run(search_server(retriever).run_stdio_async)

@@ -1,10 +1,10 @@
-"""HttpRetriever: the client of any ``/retrieve`` server: ours, Search-R1's, RAG-R1's. And HTTP for ``WebRetriever``.
+"""HttpRetriever: client of any ``/retrieve`` server (ours, Search-R1's, RAG-R1's); also the HTTP of ``WebRetriever``.
 
 ::
 
     search(queries, k) ──► clean_query ──► PooledRetriever ──► HttpReplica, one per server ──► POST /retrieve
 
-Cache, batches, routing and failover are those of the fleet: a server is one more kind of replica. No error message
+Cache, batches, routing and failover work as in the fleet: a server is one more kind of replica. No error message
 contains a secret.
 """
 
@@ -40,47 +40,47 @@ from retrieval.corpora.text import normalise
 from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal
 
 BUSY_TRIES = 5
-"""Requests to a server without a second one beside it, as long as it answers that it is busy."""
+"""Number of requests to a busy server that has no second one beside it."""
 LONGEST_PAUSE_S = 5.0
-"""Between two requests to a busy server."""
+"""Longest pause between two requests to a busy server, in seconds."""
 MAX_ANSWER_BYTES = 64 * 2**20
-"""A longer answer is not a list of passages."""
+"""Limit of an answer, in bytes: a longer one is not a list of passages."""
 PROBE = "Where is Riga?"
-"""The query that asks whether a service answers at all."""
+"""Query that checks whether a service answers."""
 _MAX_QUOTED = 200
-"""Characters of a server's answer in an error message."""
+"""Limit of the characters of a server's answer in an error message."""
 _ABOUT_QUERIES = {400, 413, 422}
-"""Refusals that a single query of the request may cause."""
+"""Statuses of refusals that a single query of the request may cause."""
 _BUSY = {429, 503}
 _TEMPORARY = {408, 425, 429}
-"""The only statuses from 300 to 499 that a second attempt may change."""
+"""Statuses from 300 to 499 for which a second attempt may succeed."""
 _UNSENDABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 _log = logging.getLogger(__name__)
 _BACKOFF = wait_exponential_jitter(multiplier=0.1, max=10, jitter=0.1)
 _CLOSING_TASKS: set[asyncio.Task[None]] = set()
-"""Keeps the tasks of ``_close_at_end`` alive: an event loop holds only weak references to its tasks."""
+"""Running tasks of ``_close_at_end``, kept here because an event loop holds only weak references to its tasks."""
 
 
 class HttpOptions(Section):
     """Options of ``retrieval.type=http``."""
 
     url: str | tuple[str, ...]
-    """One server, or several with the same index. ``/retrieve`` is added to an address without a path."""
+    """Address of one server, or of several with the same index. ``/retrieve`` is added to an address without a path."""
     token_env: str = ""
-    """Name of the environment variable with the bearer token; empty sends none."""
+    """Name of the environment variable with the bearer token; empty: no token is sent."""
     max_queries_per_request: int = Field(256, ge=1)
     max_concurrent_requests: int = Field(8, ge=1)
-    """Per searching process."""
+    """Limit of concurrent requests of one searching process."""
     timeout_s: float = Field(30, gt=0)
-    """Per attempt at one server, and for the wait until any server is up."""
+    """Limit of one attempt at one server, and of the wait until any server is up."""
     max_retries: int = Field(2, ge=0)
-    """Attempts after the first one."""
+    """Number of attempts after the first one."""
     cache_size: int = Field(16384, ge=0)
-    """Queries whose answers each searching process keeps; 0 is no cache."""
+    """Number of queries whose answers each searching process keeps; 0 turns the cache off."""
 
 
 class HttpRetriever:
-    """Searches over HTTP. Pickles as its arguments: each process reads the token from its own environment."""
+    """Searches over HTTP. It pickles as its arguments: each process reads the token from its own environment."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Check the options (see ``HttpOptions``); nothing is sent before the first search.
@@ -128,7 +128,7 @@ class HttpRetriever:
         return [next(found) if query else Hits(index_version=self._version) for query in clean]
 
     async def probe(self) -> None:
-        """Ask every server one query; see ``ProbedRetriever``. A dead server beside one that answers is only logged."""
+        """Ask every server one query; see ``ProbedRetriever``. If another server answers, a dead one is only logged."""
         asked = await asyncio.gather(*[replica.problem(self._timeout_s) for replica in self._replicas.values()])
         problems = [problem for problem in asked if problem]
         if len(problems) == len(asked):
@@ -143,21 +143,21 @@ class HttpRetriever:
 
 @dataclass(frozen=True)
 class HttpReplica:
-    """``Replica`` over one server. A query that the server refuses is answered with a ``Refusal``."""
+    """``Replica`` with one server. A query that the server refuses is answered with a ``Refusal``."""
 
     client: HttpClient
-    """Sends the requests; several replicas may share it."""
+    """Client that sends the requests; several replicas may share it."""
     url: URL
     headers: Mapping[str, str]
     max_queries: int
-    """Per request."""
+    """Limit of queries per request."""
     version: str
-    """Version of the index, if the server does not report one."""
+    """Version of the index if the server does not report one."""
     busy_tries: int
-    """Requests while the server answers that it is busy."""
+    """Number of requests while the server answers that it is busy."""
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        """Search, with as many requests as the size of a request demands.
+        """Search, with as many requests as ``max_queries`` demands.
 
         Raises:
             RetrievalError: this server cannot answer now.
@@ -167,7 +167,7 @@ class HttpReplica:
         return [answer for part in answers for answer in part]
 
     async def problem(self, timeout_s: float) -> str:
-        """Return why this server cannot search, empty if it can; one that is busy can, later."""
+        """Return why this server cannot search; empty if it can, also if it is only busy."""
         try:
             async with asyncio.timeout(timeout_s):
                 (answer,) = await self.answer_batch([PROBE], 1)
@@ -178,7 +178,7 @@ class HttpReplica:
         return answer.reason if isinstance(answer, Refusal) else ""
 
     async def ping(self) -> None:
-        """Return once the server answers a search, at least with a refusal. Raises ``RetrievalError``: it does not."""
+        """Return once the server answers a search, at least with a refusal; ``RetrievalError`` if it does not."""
         await asyncio.sleep(random.uniform(0, 0.1))  # processes that lost the server must not all ask at once
         try:
             await self._post(["ping"], 1)
@@ -211,10 +211,10 @@ def _endpoint(url: str) -> URL:
 
 
 def _parse_answer(answer: Any, server: str, num_queries: int, k: int, version: str) -> list[Hits]:
-    """Read the decoded JSON of an answer of our server or of another one: ``[num_queries][<= k]``.
+    """Read the decoded JSON of an answer from our server or another one: ``[num_queries][<= k]``.
 
-    Some servers return more than ``k`` passages per query; the rest is dropped. ``version`` is that of the index, if
-    the server does not report one.
+    Some servers return more than ``k`` passages per query; the rest is dropped. ``version`` is the index version if the
+    server does not report one.
 
     Raises:
         RetrievalError: the answer has another shape.
@@ -230,7 +230,7 @@ def _parse_answer(answer: Any, server: str, num_queries: int, k: int, version: s
 
 
 def _parse_passage(item: Any, server: str) -> Passage:
-    """Read ``{"document": {...}, "score": x}`` or only the document: Search-R1 omits the scores in two ways."""
+    """Read ``{"document": {...}, "score": x}`` or only the document, since Search-R1 omits the scores in two ways."""
     scored = item if isinstance(item, dict) and "document" in item else {"document": item}
     document, score = scored["document"], scored.get("score")
     if not isinstance(document, dict):
@@ -247,7 +247,7 @@ def _parse_passage(item: Any, server: str) -> Passage:
 
 
 def _parse_text(document: dict[str, Any], server: str) -> tuple[str, str]:
-    r"""Return title and text from their own keys or from ``"Title"\ntext`` in ``contents``."""
+    r"""Return title and text from the keys ``title`` and ``text``, or from ``"Title"\ntext`` in ``contents``."""
     title, text, contents = document.get("title"), document.get("text"), document.get("contents")
     if not isinstance(text, str):
         if not isinstance(contents, str):
@@ -265,7 +265,7 @@ class HttpClient:
     def __init__(self, *, max_connections: int, secret: str = "") -> None:
         """Create a client without a connection. Every message has ``***`` in place of the secret.
 
-        With ``max_connections`` requests in flight, further requests wait.
+        While ``max_connections`` requests are in flight, further requests wait.
         """
         self._max_connections = max_connections
         in_address = URL("http://x").with_query(x=secret).raw_query_string.removeprefix("x=")
@@ -274,13 +274,13 @@ class HttpClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def redact(self, text: str) -> str:
-        """Return the text with ``***`` for the secret."""
+        """Return the text with ``***`` in place of the secret."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
     def name_of(self, url: URL) -> str:
-        """Return the address without parameters, for error messages."""
+        """Return the address without its parameters, for error messages."""
         return self.redact(str(url.with_query(None).with_fragment(None)))
 
     async def send(self, method: str, url: URL, *, body: Any = None, headers: Mapping[str, str] | None = None) -> bytes:
@@ -289,8 +289,8 @@ class HttpClient:
         Redirections are not followed: the headers may contain a key for this server only.
 
         Raises:
-            StatusError: an answer with another status than 200; the message has the server's own.
-            RetrievalError: no answer came, or one that is too large.
+            StatusError: the status is not 200; the message includes the server's message.
+            RetrievalError: no answer came, or it is too large.
         """
         session = await self._session_here()
         server = self.name_of(url)
@@ -301,7 +301,7 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             words = " ".join(str(error).split())
             problem = f"{type(error).__name__}: {words}" if words else type(error).__name__
-            # ``from None``: the cause may contain the whole address, with the key.
+            # ``from None``, because the cause may contain the whole address, with the key.
             raise RetrievalError(f"{server}: {self.redact(problem)}") from None
         if response.status == 200:
             return content
@@ -312,7 +312,7 @@ class HttpClient:
         raise StatusError(problem, response.status, retry_after_s)
 
     def read_json(self, content: bytes, url: URL) -> Any:
-        """Return a decoded answer of ``url``. Raises ``RetrievalError``: it is not JSON."""
+        """Return the decoded answer of ``url``; raises ``RetrievalError`` if it is not JSON."""
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
@@ -327,12 +327,12 @@ class HttpClient:
         return self._quote(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") if message else content)
 
     def _quote(self, content: bytes) -> str:
-        # Redacted before it is cut: half a secret would not be found.
+        # Redacted before it is cut, since half a secret would not be found.
         text = self.redact(clean_query(content[: 2**16].decode("utf-8", "replace")))
         return shortened(text, _MAX_QUOTED) or "nothing"
 
     async def _session_here(self) -> aiohttp.ClientSession:
-        """Return the session of the running loop. The session of an earlier loop is closed already."""
+        """Return the session of the running loop. A session of an earlier loop is closed already."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -350,7 +350,7 @@ class HttpClient:
 
 
 async def _close_at_end(session: aiohttp.ClientSession) -> None:
-    """Close the session when the loop ends: ``asyncio.run`` then cancels all tasks."""
+    """Close the session when the loop ends, as ``asyncio.run`` then cancels all tasks."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -367,7 +367,7 @@ async def _read_body(response: aiohttp.ClientResponse, server: str) -> bytes:
 
 
 def _parse_retry_after(value: str) -> float:
-    """Return the seconds from now of a ``Retry-After`` header, which holds seconds or a date; 0 for any other value."""
+    """Return the seconds from now in a ``Retry-After`` header, which holds seconds or a date; 0 for any other value."""
     with contextlib.suppress(ValueError):
         return min(max(0.0, float(value)), 1e9)  # in this order NaN becomes 0
     with contextlib.suppress(ValueError):
@@ -376,22 +376,22 @@ def _parse_retry_after(value: str) -> float:
 
 
 class StatusError(RetrievalError):
-    """A server answered with an error status."""
+    """Error status in the answer of a server."""
 
     def __init__(self, problem: str, status: int, retry_after_s: float = 0.0) -> None:
-        """``retry_after_s`` is the pause that the server asks for; it counts where the server is busy."""
+        """Take message and status; ``retry_after_s`` is the pause that the server asks for, used if it is busy."""
         super().__init__(problem)
         self.status = status
         self.pause_s = retry_after_s if status in _BUSY else 0.0
 
     @property
     def is_refusal(self) -> bool:
-        """Whether a second attempt is useless: the request, the address or the token is wrong."""
+        """Whether a second attempt cannot succeed: the request, the address or the token is wrong."""
         return 300 <= self.status < 500 and self.status not in _TEMPORARY
 
 
 def is_busy(error: BaseException | None) -> bool:
-    """Return whether a server asks for a later attempt."""
+    """Return whether an error is a server's request to try later."""
     return isinstance(error, StatusError) and error.status in _BUSY
 
 
@@ -402,9 +402,9 @@ def retry(
     longest_pause_s: float,
     before_pause: Callable[[RetryCallState], None] | None = None,
 ) -> AsyncRetrying:
-    """Return what calls an async function again after errors that ``may_pass``, and raises its last error.
+    """Return a retrying caller of async functions: it repeats after errors that ``may_pass``, and raises the last one.
 
-    Pauses double from 0.1 to 10 s, are at least as long as the server asks, and at most ``longest_pause_s``.
+    Pauses double from 0.1 to 10 s; they are at least as long as the server asks, and at most ``longest_pause_s``.
     """
 
     def pause_s(state: RetryCallState) -> float:
@@ -422,12 +422,12 @@ def retry(
 
 
 def clean_query(query: str) -> str:
-    """Return the query with single spaces and without what servers refuse: control characters and surrogates."""
+    """Return the query with single spaces and without control characters and surrogates, which servers refuse."""
     return normalise(_UNSENDABLE.sub(" ", query))
 
 
 def text_id(title: str, text: str) -> str:
-    """Return the id of a passage that came without one; it is the same in every process."""
+    """Return the id of a passage that has none; it is the same in every process."""
     return hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
 
 

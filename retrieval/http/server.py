@@ -1,4 +1,4 @@
-r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers can search the same index.
+r"""HTTP server: ``/retrieve`` over any retriever, so that other trainers can search the same index.
 
 ::
 
@@ -11,8 +11,8 @@ r"""The HTTP server: ``/retrieve`` over any retriever, so that other trainers ca
     {"result": [[{"document": {"id": "7", "contents": "\"Riga\"\nRiga lies ..."}, "score": 0.8}, ...]]}
     {"result": [[{"id": "7", "contents": "\"Riga\"\nRiga lies ..."}, ...]]}       if return_scores is false
 
-Our answers also give ``title`` and ``text`` of each document, and the ``index_version``.
-The server listens on loopback; other hosts need a bearer token. ``cluster/http.py`` has the guards of every server.
+Our answers also have ``title`` and ``text`` of each document, and the ``index_version``. The server listens on
+loopback; other hosts need a bearer token. ``cluster/http.py`` has the guards of every server.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
     from retrieval.http.mcp_server import McpEndpoint
 
 HEALTHY_S, UNHEALTHY_S = 5.0, 1.0
-"""How long the result of a health probe is valid; it bounds the cost of ``/healthz``."""
+"""Seconds for which the result of a health probe is valid, good or bad; they bound the cost of ``/healthz``."""
 PROBE_TIMEOUT_S = 10.0
 DEFAULT_TOPK = 3
 """Passages per query for a request without ``topk``."""
 MAX_TOPK = 1000
 MAX_QUERIES = 512
 MAX_QUERY_CHARS = 100_000
-"""More than 10,000 words. An encoder truncates a long query, so a long query is not an error."""
+"""Limit of a query, in characters: more than 10,000 words. A long query is not an error, as encoders truncate it."""
 MAX_REQUESTS = 1024
-"""Requests in flight. Search-R1's client sends one request per trajectory and does not retry."""
+"""Limit of requests in flight. Search-R1's client sends one request per trajectory and does not retry."""
 _BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds of the buckets of the duration histogram."""
+"""Upper bounds of the buckets of the duration histogram, in seconds."""
 _MAX_QUOTED = 40
 _EXAMPLE = 'expected {"queries": ["a question"], "topk": 3}'
 
@@ -63,11 +63,11 @@ logger = logging.getLogger(__name__)
 
 
 class Question(BaseModel):
-    """The body of a request. Unknown keys are ignored: Search-R1's clients send some to similar servers."""
+    """Body of a request. Unknown keys are ignored: Search-R1's clients send some to similar servers."""
 
     model_config = ConfigDict(strict=True)
 
-    # FailFast: 8 MiB of wrong items must not become a million error objects.
+    # FailFast, so that 8 MiB of wrong items do not become a million error objects.
     queries: Annotated[
         list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]], FailFast(), Field(max_length=MAX_QUERIES)
     ]
@@ -92,7 +92,7 @@ def parse_question(body: bytes) -> Question:
 
 
 def format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:
-    """Return the body of the answer in UTF-8; raises ``ValueError`` if a score is not finite: the retriever's error."""
+    """Return the body of the answer in UTF-8; raises ``ValueError`` if the retriever gave a score that is no number."""
     result: list[list[Any]] = [
         [
             {"document": _document(passage), "score": _finite(passage.score)} if return_scores else _document(passage)
@@ -143,12 +143,12 @@ class RetrievalServer:
 
         Args:
             retriever: answers the searches. A ``LocalRetriever`` is searched in a separate thread, in batches.
-            host: a name or address of this machine.
-            port: 0 takes a free one.
-            token: that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
+            host: name or address of this machine.
+            port: port number; 0 takes a free one.
+            token: token that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
             allowed_hosts: further names by which clients reach the server.
-            limits: of connections, bodies and times.
-            mcp: answers clients of MCP, too; it needs the SDK.
+            limits: limits of connections, bodies and times.
+            mcp: class that answers clients of MCP too; it needs the SDK.
 
         Raises:
             ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
@@ -156,7 +156,7 @@ class RetrievalServer:
         check_token(host, token)
         self._token = token
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
-        # One replica: neither an index nor a model is needed twice at the same time.
+        # One replica, so that neither an index nor a model is used twice at the same time.
         pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
         self._retriever: Retriever = pool or retriever
         self._probing = asyncio.Lock()
@@ -189,11 +189,11 @@ class RetrievalServer:
 
     @property
     def url(self) -> str:
-        """The address it listens on, without a path."""
+        """Address at which the server listens, without a path."""
         return self._http.url
 
     async def __aenter__(self) -> Self:
-        """Start to listen; raises ``ConfigError`` if the host is of another machine or the port is in use."""
+        """Begin to listen; raises ``ConfigError`` if the host is another machine or the port is in use."""
         try:
             if self._mcp is not None:
                 await self._running.enter_async_context(self._mcp.running())
@@ -204,7 +204,7 @@ class RetrievalServer:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Answer the requests in flight, for a limited time, and stop."""
+        """Answer the requests in flight, for a limited time, then stop."""
         await self._http.__aexit__(*error)
         await self._close()
 
@@ -281,10 +281,10 @@ class RetrievalServer:
 
 
 class SearchThread:
-    """A ``Replica`` that searches a blocking retriever in one thread, so that the event loop stays free."""
+    """``Replica`` that searches a blocking retriever in one thread, so that the event loop stays free."""
 
     def __init__(self, retriever: LocalRetriever) -> None:
-        """Search ``retriever``, which nothing else may use at the same time."""
+        """Take ``retriever``; nothing else may search it at the same time."""
         self._retriever = retriever
         self._version = retriever.version
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="search")
@@ -296,7 +296,7 @@ class SearchThread:
             found = await loop.run_in_executor(self._threads, search, queries, k)
         except RetrievalError:
             raise
-        except Exception as error:  # a boundary: the thread must go on, the next batch may be a better one
+        except Exception as error:  # a boundary: the thread must go on, as the next batch may succeed
             logger.exception("a search failed")
             raise RetrievalError(f"{type(error).__name__}: {error}") from error
         return [Hits(passages, index_version=self._version) for passages in found]
@@ -319,9 +319,9 @@ def run_server(
     allowed_hosts: Collection[str] = (),
     mcp: type[McpEndpoint] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then answer the requests in flight. Writes the address to standard error.
+    """Serve until SIGINT or SIGTERM, then answer the requests in flight. The address is written to standard error.
 
-    A second signal ends the process at once. Arguments and errors are those of ``RetrievalServer``.
+    A second signal ends the process at once. See ``RetrievalServer`` for arguments and errors.
     """
     server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts, mcp=mcp)
 

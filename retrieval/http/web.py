@@ -1,4 +1,4 @@
-"""WebRetriever: a JSON search API as a retriever. The recipe names its fields, the environment has its key.
+"""WebRetriever: a JSON search API as a retriever. The recipe names its fields; an environment variable has its key.
 
 ::
 
@@ -9,7 +9,7 @@
 
     query ──► on disk? ──► in flight? ──► rate limit ──► request, retried if it may help ──► results ──► to disk
 
-A run recorded once can be repeated with ``mode: replay``: without key and network, and with the same passages.
+A recorded run can be repeated with ``mode: replay``, without key and network, and with the same passages.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from retrieval.http.retriever import (
 )
 
 LONGEST_WAIT_S = 60.0
-"""If a server asks for a longer pause, its quota is used up and the search fails."""
+"""Longest pause in seconds for which a server may ask: if it is longer, the quota is used up and the search fails."""
 _MAX_QUOTED = 80
 _NUM_PIECES, _NUM_NEAR = 10, 3
-"""Results that are asked for to open a page, and how many of their titles are named if none is the title."""
+"""Number of results requested to open a page, and of titles that are named if none of them is the title."""
 _HEADER_NAME = re.compile("[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
@@ -62,47 +62,47 @@ class WebOptions(Section):
     method: Literal["GET", "POST"] = "GET"
     """``GET`` sends parameters, ``POST`` a JSON body."""
     query_param: str = Field("q", min_length=1)
-    """Name of the query; for ``POST`` a path in the body."""
+    """Name of the query parameter; for ``POST`` a path in the body."""
     count_param: str = ""
-    """Name of the number of results; empty does not send it."""
+    """Name of the parameter with the number of results; empty: it is not sent."""
     params: dict[str, JsonValue] = Field(default_factory=dict)
     """Further parameters, the same in every request."""
     headers: dict[str, str] = Field(default_factory=dict)
     key_env: str = ""
-    """Name of the environment variable with the key; empty sends none."""
+    """Name of the environment variable with the key; empty: no key is sent."""
     key_header: str = ""
-    """Header for the key."""
+    """Name of the header for the key."""
     key_param: str = ""
-    """Or the parameter of the address for the key."""
+    """Name of the address parameter for the key, instead of a header."""
     key_prefix: str = ""
     """Text before the key, such as ``"Bearer "``."""
     title_field: str = "title"
     text_field: str = "snippet"
-    """Path in a result; a result without it is dropped."""
+    """Path of the text in a result; a result without it is dropped."""
     id_field: str = "link"
-    """Path in a result; without it the id is a hash of title and text."""
+    """Path of the id in a result; without it the id is a hash of title and text."""
     page: dict[str, JsonValue] = Field(default_factory=dict)
-    """Options that differ for a request that opens a page; its query is the title. Empty: it is a search for the title.
-    A page is the results that have its title."""
+    """Options that differ for a request that opens a page; its query is the title. Empty: a page is opened by a search
+    for the title. The page consists of the results with its title."""
     empty_if_missing: bool = False
-    """Whether an answer without ``results_path``, or without a text in any result, means that nothing was found;
-    otherwise it is an error."""
+    """Whether an answer without ``results_path``, or without a text in any result, means that nothing was found; if
+    False it is an error."""
     max_query_chars: int = Field(2048, ge=1)
-    """A longer query is cut: addresses have a limit."""
+    """Limit of a query, in characters, as addresses have a limit; a longer query is cut."""
     rate_per_s: float = Field(0, ge=0)
-    """Requests per second of one searching process; 0 is no limit."""
+    """Requests per second of one searching process; 0 sets no limit."""
     max_concurrent_requests: int = Field(8, ge=1)
     timeout_s: float = Field(30, gt=0)
-    """Per attempt."""
+    """Limit of one attempt, in seconds."""
     max_retries: int = Field(3, ge=0)
-    """Attempts after the first one."""
+    """Number of attempts after the first one."""
     mode: Literal["live", "record", "replay"] = "live"
     """``record`` answers from disk, and requests and writes what is missing; ``replay`` never sends a request."""
     record_dir: str = ""
 
 
 class WebRetriever:
-    """Searches through an API. Pickles as its arguments: each process reads the key from its own environment."""
+    """Searches through an API. It pickles as its arguments: each process reads the key from its own environment."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """Check the options (see ``WebOptions``); nothing is sent before the first search.
@@ -142,12 +142,12 @@ class WebRetriever:
         return list(await asyncio.gather(*[self._search_one(query, k) for query in clean]))
 
     async def open_pages(self, titles: list[str]) -> list[Page]:
-        """Return what is found of each title; see ``PageRetriever``. Raises ``RetrievalError``, as ``search`` does."""
+        """Return the page that each title finds; see ``PageRetriever``. Raises ``RetrievalError``, like ``search``."""
         found = await self._pages.search(titles, _NUM_PIECES)
         return [_page(title, hits) for title, hits in zip(titles, found, strict=True)]
 
     async def probe(self) -> None:
-        """Send one request and read its results, without a record; see ``ProbedRetriever``. A replay sends nothing."""
+        """Send one request and read its results, without a record; see ``ProbedRetriever``. ``replay`` sends none."""
         if self._options.mode == "replay":
             return
         self._bind()
@@ -160,7 +160,7 @@ class WebRetriever:
             self._read_passages(self._read_results(payload))
 
     def _bind(self) -> None:
-        """Bind to the running event loop: tasks and semaphores of an earlier one cannot be awaited."""
+        """Bind to the running event loop, since tasks and semaphores of an earlier one cannot be awaited."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
@@ -204,7 +204,7 @@ class WebRetriever:
         return Hits(passages, is_cached=recorded is not None)
 
     def _request(self, query: str, k: int) -> dict[str, Any]:
-        """Return what identifies a request, without key and headers: records are found by it."""
+        """Return the identity of a request, without key and headers, by which records are found."""
         options = self._options
         params: dict[str, Any] = copy.deepcopy(options.params)
         for path, value in [(options.query_param, query), (options.count_param, k)]:
@@ -283,7 +283,7 @@ class WebRetriever:
         return passages
 
     def _read_record(self, request: dict[str, Any]) -> list[Any] | None:
-        """Return the recorded results of the same request, or None. Raises ``RetrievalError``: it is damaged."""
+        """Return the recorded results of the same request, or None; ``RetrievalError`` if the record is damaged."""
         path = self._record_path(request)
         if not path.is_file():
             return None
@@ -310,11 +310,11 @@ class WebRetriever:
 class RateLimit:
     """Lets the concurrent callers of one process pass at even intervals.
 
-    ``aiolimiter`` has no ``hold``: see docs/decisions/http-libraries.md.
+    ``aiolimiter`` has no ``hold``; see docs/decisions/http-libraries.md.
     """
 
     def __init__(self, rate_per_s: float) -> None:
-        """Let ``rate_per_s`` callers pass per second; 0 is no limit."""
+        """Let ``rate_per_s`` callers pass per second; 0 sets no limit."""
         self._interval_s = 1.0 / rate_per_s if rate_per_s else 0.0
         self._next = 0.0
         self._held_until = 0.0
@@ -329,12 +329,12 @@ class RateLimit:
                 return
 
     def hold(self, seconds: float) -> None:
-        """Let no caller pass for so long, including those that wait already."""
+        """Let no caller pass for ``seconds``, including those that already wait."""
         self._held_until = max(self._held_until, time.monotonic() + seconds)
 
 
 def _check(options: WebOptions, url: URL, key: str) -> None:
-    """Check how the options fit together. Raises ``ConfigError``: they do not, or the key would be recorded."""
+    """Check the options together; raises ``ConfigError`` if they do not fit, or if a record would contain the key."""
     where = "retrieval.options"
     if bool(options.key_header) + bool(options.key_param) != bool(options.key_env):
         raise ConfigError(f"{where}: key_env needs either key_header or key_param, which both need key_env")
@@ -355,14 +355,14 @@ def _check(options: WebOptions, url: URL, key: str) -> None:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether a second attempt may succeed: no refusal, and no quota that is used up."""
+    """Return whether a second attempt may succeed: the error is not a refusal, and the quota is not used up."""
     if isinstance(error, StatusError):
         return not error.is_refusal and error.pause_s <= LONGEST_WAIT_S
     return isinstance(error, RetrievalError)
 
 
 def _page(title: str, found: Sequence[Passage]) -> Page:
-    """Return what was found for a title as its page."""
+    """Return the passages found for a title as its page."""
     assert isinstance(found, Hits)
     own = [passage for passage in found if passage.title == title]
     own = own or [passage for passage in found if passage.title.lower() == title.lower()]
@@ -392,7 +392,7 @@ def _walk(value: Any, path: str) -> Any:
 
 
 def _clean(value: Any, client: HttpClient) -> Any:
-    """Return a JSON value without the key and without lone surrogates."""
+    """Return a JSON value without the key and lone surrogates."""
     if isinstance(value, str):
         return client.redact(valid_unicode(value))
     if isinstance(value, list):
@@ -403,7 +403,7 @@ def _clean(value: Any, client: HttpClient) -> Any:
 
 
 def _names(value: Any) -> str:
-    """Return the keys of an object, as a hint at the right path."""
+    """Return the keys of an object, as a hint for the right path."""
     if not isinstance(value, dict):
         return f"no keys: it is a {type(value).__name__}"
     return ", ".join(repr(name[:_MAX_QUOTED]) for name in list(value)[:12]) or "nothing"

@@ -1,1 +1,1 @@
-"""Vectors and terms to ranked passages: building and searching every type of index."""
+"""Indexes: building and searching every type, by vectors and by words."""

@@ -1,8 +1,8 @@
 """Builds and searches the inverted index of BM25 weights. The only module that imports bm25s.
 
-The builder writes the weights of bm25s's builder (a test compares them) in memory that hardly grows with the corpus:
-bm25s holds every posting several times, about 2 KB per passage. Two passes: word counts into a file, then each weight
-to its place in mapped arrays.
+The builder writes the same weights as bm25s's builder (a test compares them), in memory that hardly grows with the
+corpus: bm25s holds every posting several times, about 2 KB per passage. It makes two passes: word counts into a file,
+then each weight to its place in mapped arrays.
 
 ::
 
@@ -40,21 +40,21 @@ from retrieval.indexes.ranking import ABSENT, Ranker, Ranking, fuse_rankings
 
 
 class BM25Ranker:
-    """Ranks rows by BM25, Lucene's variant, from memory maps that all processes of a node share. A ``Ranker``.
+    """``Ranker`` by BM25, Lucene's variant, from memory maps that all processes of a node share.
 
-    A repeated word of a query counts once. Stop words count only in a query of nothing else, such as "The Who". The
-    answer of a query does not depend on the batch it is in.
+    A repeated word of a query counts once. Stop words count only in a query without other words, such as "The Who". The
+    answer to a query does not depend on its batch.
     """
 
     def __init__(self, directory: str | Path, manifest: Manifest) -> None:
         """Open the folder ``bm25`` of an index directory whose files ``manifest`` has checked.
 
         Raises:
-            DataError: it was made under other settings or over another corpus.
+            DataError: it was made with other settings or over another corpus.
         """
         folder = Path(directory) / BM25_FOLDER
         _check_settings(folder / SETTINGS_FILE, manifest.count)
-        # Given by name: with numba installed "auto" would be another backend, which scores little faster.
+        # With numba installed "auto" would choose another backend, which is hardly faster.
         self._index = bm25s.BM25(method=METHOD, k1=K1, b=B, backend="numpy")
         self._index.nonoccurrence_array = None
         self._index.load_scores(
@@ -65,7 +65,7 @@ class BM25Ranker:
             num_docs=manifest.count,
             mmap=True,
         )
-        # As plain arrays: a slice of ``np.memmap`` takes ten times as long.
+        # Plain arrays, since a slice of ``np.memmap`` takes ten times as long.
         scores = self._index.scores
         for name in ("data", "indices", "indptr"):
             scores[name] = scores[name].view(np.ndarray)
@@ -73,7 +73,7 @@ class BM25Ranker:
         self._count = manifest.count
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
-        """Return the best ``min(k, count)`` rows of each query, absent where a row shares no word; see ``Ranker.rank``.
+        """Return the best ``min(k, count)`` rows of each query that share a word with it; see ``Ranker.rank``.
 
         ``vectors`` are ignored.
         """
@@ -92,23 +92,23 @@ class BM25Ranker:
     def _find_words(self, query: str) -> NDArray[np.int64]:
         """Return the numbers of the query's words that the index knows, ascending."""
         words = split_words(query)
-        # An index of format version 1 has no postings of stop words, and so knows none of them.
+        # An index of format version 1 has no postings of stop words.
         stems = ({stem_word(word) for word in words} - {""}) or {stop_word_stem(word) for word in words}
         hashes = np.array([hash_text(stem) for stem in stems], np.uint64)
         positions = np.searchsorted(self._words, hashes)
         is_known = self._words[np.minimum(positions, len(self._words) - 1)] == hashes
-        # In one order for any order of the query's words, so that the additions give the same last bit.
+        # Sorted, so that the additions give the same last bit for any order of the query's words.
         return np.sort(positions[is_known])
 
 
 class HybridRanker:
-    """Fuses the rankings of several rankers over the same rows by reciprocal rank. A ``Ranker``.
+    """``Ranker`` that fuses the rankings of several rankers over the same rows by reciprocal rank.
 
-    A ranker that finds nothing for a query leaves it to the others.
+    If a ranker finds nothing for a query, the others decide.
     """
 
     def __init__(self, rankers: Sequence[Ranker], depth: int = 100) -> None:
-        """Hold at least one ranker; the best ``depth`` rows of each, or ``k`` where that is more, are fused."""
+        """Take at least one ranker; the best ``depth`` rows of each, or ``k`` if that is more, are fused."""
         self._rankers = tuple(rankers)
         self._depth = depth
 
@@ -119,8 +119,8 @@ class HybridRanker:
 
 
 def _best_rows(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """Return the ``k`` rows of the highest positive scores, best first, equal scores by row; fewer if there are."""
-    # The k-th best of the maxima of some blocks is at most the k-th best score, and found without sorting the scores.
+    """Return the rows of the ``k`` highest positive scores, best first, equal scores by row; there may be fewer."""
+    # The k-th largest maximum of blocks is at most the k-th largest score, and is found without sorting the scores.
     block = max(1, len(scores) // (4 * k))
     maxima = scores[: len(scores) // block * block].reshape(-1, block).max(axis=1)
     limit = np.partition(maxima, -k)[-k]
@@ -152,25 +152,25 @@ def bm25_text(passage: Passage) -> str:
 
 
 def bm25_settings() -> dict[str, Any]:
-    """Return what the weights depend on beside the passages. A query is answered only under the same settings."""
+    """Return the settings on which the weights depend, besides the passages. A query needs the same settings."""
     return {"format_version": 2, "method": METHOD, "k1": K1, "b": B, "words": word_settings()}
 
 
 def build_bm25(texts: Iterable[str], directory: str | Path) -> list[str]:
-    """Write the inverted index of ``texts``, each a row, into ``directory/bm25``; what was there is removed.
+    """Write the inverted index of ``texts``, one row each, into ``directory/bm25``; an existing folder is removed.
 
-    Needs about 150 MB, and 4 bytes per passage and 60 per distinct word; on disk, meanwhile, 20 bytes per posting (a
-    passage of 100 words has about 70, of which 15 are of stop words), of which 8 stay.
+    It needs about 150 MB of memory, and 4 bytes per passage and 60 per distinct word. On disk it needs 20 bytes per
+    posting, of which 8 stay; a passage of 100 words has about 70 postings, 15 of them of stop words.
 
     Args:
         texts: read once; see ``bm25_text``.
-        directory: of the index.
+        directory: directory of the index.
 
     Returns:
         The files written, relative to ``directory``.
 
     Raises:
-        DataError: no word in ``texts``.
+        DataError: ``texts`` has no word.
         OSError: the files could not be written.
     """
     folder = Path(directory) / BM25_FOLDER
@@ -194,27 +194,27 @@ def build_bm25(texts: Iterable[str], directory: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _Words:
-    """What the first pass has learnt. Words are numbered in the order they were met."""
+    """Result of the first pass. Words are numbered in the order of their first occurrence."""
 
     hashes: NDArray[np.uint64]
-    """``[num_words]``, of ``hash_text``."""
+    """Hashes of the words by ``hash_text``, ``[num_words]``."""
     frequencies: NDArray[np.int64]
-    """``[num_words]``: in how many passages the word occurs."""
+    """Number of passages in which each word occurs, ``[num_words]``."""
     lengths: NDArray[np.int32]
-    """``[num_passages]``, in words that are no stop words."""
+    """Number of words of each passage, without stop words, ``[num_passages]``."""
 
 
 class _Numbering:
-    """Numbers stems from 0, in the order they are met, those of stop words too."""
+    """Numbers stems from 0, in the order of their first occurrence, stop words included."""
 
     def __init__(self) -> None:
         self.hashes = array("Q")
         self._table = HashTable()
-        # By word as written: number + 1, for a stop word its negative. Cleared when full; it only saves time.
+        # By word as written: number + 1, negative for a stop word. It only saves time, and is cleared when full.
         self._cache: dict[str, int] = {}
 
     def numbers(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the numbers of a text's words, in order: of stop words, and of all others."""
+        """Return the numbers of a text's words, in order: those of stop words, and those of all others."""
         cache = self._cache
         stop_words, found = [], []
         for word in split_words(text):
@@ -242,7 +242,7 @@ class _Numbering:
 
 
 def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
-    """Append the postings of all texts to ``file``, ascending by row from block to block."""
+    """Append the postings of all texts to ``file``; rows ascend from block to block."""
     numbering = _Numbering()
     frequencies = np.zeros(1024, np.int64)
     lengths = array("i")
@@ -268,7 +268,7 @@ def _count_words(texts: Iterable[str], file: IO[bytes]) -> _Words:
 
 
 def _count_block(numbers: NDArray[np.int32], lengths: NDArray[np.int32], start: int) -> NDArray[Any]:
-    """Return the postings, by word and row, of passages from row ``start``: their words in a row, and their lengths."""
+    """Return the postings, by word and row, of passages from row ``start``; ``numbers`` are their words in a row."""
     rows = np.repeat(np.arange(start, start + len(lengths), dtype=np.int64), lengths)
     keys, counts = np.unique(numbers.astype(np.int64) << _ROW_BITS | rows, return_counts=True)
     postings = np.empty(len(keys), _POSTING)
@@ -291,10 +291,10 @@ def _write_index(words: _Words, file: IO[bytes], folder: Path) -> None:
     num_passages, mean_length = len(words.lengths), words.lengths.mean()
     idf = np.log1p((num_passages - frequencies + 0.5) / (frequencies + 0.5)).astype(np.float32)
     ends = starts[:-1].copy()
-    """Where the next posting of each word goes."""
+    """Position of the next posting of each word."""
     while len(postings := np.fromfile(file, _POSTING, _BLOCK_POSTINGS)):
         word = ranks[postings["word"]]
-        # Stable: within a word the rows stay ascending.
+        # Stable, so that the rows of a word stay ascending.
         order = np.argsort(word, kind="stable")
         word, row, count = word[order], postings["row"][order], postings["count"][order]
         firsts = np.flatnonzero(np.diff(word, prepend=-1))
@@ -309,7 +309,7 @@ def _write_index(words: _Words, file: IO[bytes], folder: Path) -> None:
 
 
 def _allocate(path: Path, dtype: DTypeLike, size: int) -> np.memmap[Any, Any]:
-    """Map a new ``.npy`` file of zeros that is there in full: a hole that a full disk cannot fill kills the process."""
+    """Map a new ``.npy`` file of zeros, written in full: a hole that a full disk cannot fill would kill the process."""
     mapped: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", dtype, (size,))
     with path.open("r+b") as file:
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

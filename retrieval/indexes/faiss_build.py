@@ -1,8 +1,9 @@
 """Builds faiss indexes from blocks of vectors, and the byte codes that ``pq`` and ``ivf_pq`` score candidates with.
 
 A byte code is one row of unsigned bytes per vector: ``dimension`` numbers (128 is 0), then the vector's own scale as a
-float32. A scale per vector halves the error of faiss's SQ8, whose one range is that of the widest outlier; it needs no
-training, and rows of bytes are mapped from a file."""
+float32. A scale per vector halves the error of faiss's SQ8, which has one range for all; it needs no training, and rows
+of bytes are mapped from a file.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +21,33 @@ from retrieval.indexes.manifest import FLAT
 Floats = NDArray[np.float32]
 
 _SAMPLE_ROWS = {"sq8": 2**16, "pq": 2**14, "ivf": 2**14, "ivf_pq": 2**14}
-"""Vectors that a type learns from, at least; lists take more of them."""
+"""Least number of vectors from which a type learns; lists need more."""
 _SAMPLES_PER_LIST = 64
 _LEAST_PER_LIST = 39
-"""Vectors for each list, on average, where their number is chosen here."""
+"""Average number of vectors per list, if the number of lists is not given."""
 _LEAST_PROBES = 8
 _PQ_CENTROIDS = 16
 _ROTATION_SEED = 1234
 CODED = ("pq", "ivf_pq")
-"""Types of two stages: a scan of codes, and bytes to score the candidates again."""
+"""Types of two stages: a scan of codes, then bytes to score the candidates again."""
 
 
 @dataclass(frozen=True)
 class CodedParts:
-    """What a ``pq`` or ``ivf_pq`` index is made of.
+    """Parts of a ``pq`` or ``ivf_pq`` index.
 
-    All in a rotated space: faiss's fast scan rounds a query's table of partial scores to bytes under one scale, and
-    vectors whose first dimensions vary most, as those of many encoders do, would leave nothing of the others.
+    All parts are in a rotated space: faiss's fast scan rounds a query's table of partial scores to bytes with one
+    scale. The vectors of many encoders vary most in their first dimensions, which would leave no bits for the others.
     """
 
     rotation: NDArray[np.float32]
-    """``[dimension, dimension]``, orthonormal: inner products stay as they are."""
+    """Orthonormal matrix ``[dimension, dimension]``; it preserves inner products."""
     base: Any
-    """2-bit codes, of all vectors or in lists."""
+    """2-bit codes of the vectors, without or with lists."""
     table: Any
-    """A row of ``byte_codes`` for each vector: of what the codes leave over, or (``ivf_pq``) of the vector itself."""
+    """Row of ``byte_codes`` per vector: of the residual that the codes leave, or (``ivf_pq``) of the vector itself."""
     refine: Any
-    """What holds both."""
+    """Index that holds ``base`` and ``table``."""
 
     @classmethod
     def of(cls, index: Any) -> CodedParts:
@@ -58,13 +59,13 @@ class CodedParts:
         return cls(np.ascontiguousarray(rotation), base, table, refine)
 
     def rotate(self, vectors: Floats) -> Floats:
-        """Rotate ``[n, dimension]``."""
+        """Rotate vectors ``[n, dimension]``."""
         rotated: Floats = vectors @ self.rotation
         return rotated
 
     @property
     def is_residual(self) -> bool:
-        """Whether the bytes are what the codes leave over: lists cannot look up the codes of a row."""
+        """Whether the bytes encode residuals: not with lists, which cannot look up the codes of a row."""
         return isinstance(self.base, faiss.IndexPQFastScan)
 
 
@@ -83,7 +84,7 @@ def build_faiss_index(
         size = max(_SAMPLE_ROWS[index_type], _SAMPLES_PER_LIST * num_lists)
         drawn = sample(checked(blocks, dimension, count), dimension, count, size)
         if coded:
-            # Repeated where there are fewer than codes: faiss refuses to learn 16 of 5.
+            # Repeated if there are fewer vectors than codes, since faiss refuses to learn 16 codes from 5 vectors.
             drawn = np.resize(coded.rotate(drawn), (max(len(drawn), _PQ_CENTROIDS), dimension))
         (coded.base if coded else index).train(drawn)
     if coded and count:
@@ -94,14 +95,14 @@ def build_faiss_index(
 
 
 def usual_probes(num_lists: int) -> int:
-    """Return how many of its lists a query looks into where nobody has said."""
+    """Return the default number of lists into which a query looks."""
     return min(max(_LEAST_PROBES, num_lists // 16), num_lists)
 
 
 def half_precision_lists(index: Any) -> Any:
     """Return a copy of an ``ivf`` index in half precision, which shares its centroids and must not outlive it.
 
-    faiss-gpu keeps such lists as they are; those of an ``IndexIVFFlat`` stay float32 under any cloner option
+    faiss-gpu keeps such lists as they are; the lists of an ``IndexIVFFlat`` stay float32 under any cloner option
     (``ToGpuCloner::clone_Index`` in faiss 1.15).
     """
     half: Any = faiss.IndexIVFScalarQuantizer(
@@ -118,7 +119,7 @@ def half_precision_lists(index: Any) -> Any:
 
 
 def codes_of(index: Any) -> NDArray[np.uint8]:
-    """Return a view of an index's codes, uint8 ``[ntotal, code_size]``. It lives as long as the faiss index does."""
+    """Return a view of an index's codes, uint8 ``[ntotal, code_size]``, valid as long as the faiss index lives."""
     codes = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size)
     view: NDArray[np.uint8] = codes.reshape(index.ntotal, index.code_size)
     return view
@@ -149,7 +150,7 @@ def _make_index(index_type: str, dimension: int, values: Mapping[str, int]) -> A
     num_lists = values["num_lists"]
     lists: Any = faiss.index_factory(dimension, f"IVF{num_lists},{'Flat' if index_type == 'ivf' else codes}", metric)
     lists.nprobe = min(values["num_probes"] or usual_probes(num_lists), num_lists)
-    lists.cp.min_points_per_centroid = 1  # faiss warns of few points on stderr
+    lists.cp.min_points_per_centroid = 1  # else faiss warns of few points on stderr
     return lists if index_type == "ivf" else _with_bytes(lists, values["refine_factor"])
 
 
@@ -172,7 +173,7 @@ def _with_bytes(base: Any, refine_factor: int) -> Any:
 
 
 def _fill(index: Any, blocks: Iterable[Floats], count: int | None) -> None:
-    """Add all vectors. With ``count``, codes are written in place: a growing array is twice its size at times."""
+    """Add all vectors. With ``count``, codes are written in place, since a growing array is twice its size at times."""
     if count is None or not isinstance(index, faiss.IndexFlatCodes):
         for block in blocks:
             index.add(block)
@@ -189,7 +190,7 @@ def _fill_coded(index: Any, coded: CodedParts, blocks: Iterable[Floats], count: 
         rotated = coded.rotate(block)
         coded.base.add(rotated)
         if coded.is_residual:
-            rotated -= coded.base.reconstruct_n(start, len(block))  # what is left over is a third as long
+            rotated -= coded.base.reconstruct_n(start, len(block))  # the residual is a third as long
         codes[start : start + len(block)] = encode_bytes(rotated)
         start += len(block)
     index.ntotal = coded.refine.ntotal = count
@@ -205,7 +206,7 @@ def checked(blocks: Iterable[Floats], dimension: int, count: int | None) -> Iter
     """Yield the blocks, contiguous float32 ``[n, dimension]``.
 
     Raises:
-        DataError: another shape, NaN or infinity, no vectors, or another number of them than ``count``.
+        DataError: a shape is wrong, a number is not finite, or the number of vectors is 0 or not ``count``.
     """
     start = 0
     for block in blocks:
@@ -231,7 +232,7 @@ def checked(blocks: Iterable[Floats], dimension: int, count: int | None) -> Iter
 def sample(blocks: Iterable[Floats], dimension: int, count: int, size: int) -> Floats:
     """Draw rows without replacement, every row as likely as any other, in one pass over ``count`` rows.
 
-    Memory holds the drawn rows, float32 ``[min(size, count), dimension]`` in row order, and a block.
+    It returns float32 ``[min(size, count), dimension]`` in row order; memory holds these rows and one block.
     """
     rows = np.sort(np.random.default_rng(0).choice(count, min(size, count), replace=False, shuffle=False))
     drawn = np.zeros((len(rows), dimension), np.float32)
@@ -255,7 +256,7 @@ def encode_bytes(vectors: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def decode_bytes(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Undo ``encode_bytes`` but for the rounding: uint8 ``[n, dimension + 4]`` to float32 ``[n, dimension]``."""
+    """Undo ``encode_bytes`` except for the rounding: uint8 ``[n, dimension + 4]`` to float32 ``[n, dimension]``."""
     scales = np.ascontiguousarray(codes[:, -SCALE_BYTES:]).view(np.float32)
     numbers = codes[:, :-SCALE_BYTES].astype(np.float32)
     numbers -= _ZERO

@@ -1,4 +1,4 @@
-"""FAISS files that were made elsewhere: of which kind one is, the vectors of some ids, and how it is searched.
+"""FAISS files that were made elsewhere: their kind, their ids and vectors, and the options of their search.
 
 ::
 
@@ -55,7 +55,7 @@ _EXPONENTS: dict[int, tuple[Any, int]] = {
     faiss.ScalarQuantizer.QT_fp16: (np.uint16, 0x7C00),
     faiss.ScalarQuantizer.QT_bf16: (np.uint16, 0x7F80),
 }
-"""A number that is not finite has all of these bits."""
+"""Bits of the exponent, by type of number: a number is not finite if all of these are set."""
 _SCANNED_ROWS = 8192
 
 _FAISS_PROBES, _FAISS_EF_SEARCH, _FAISS_FACTOR = 1, 16, 1
@@ -71,11 +71,11 @@ _STARTS = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd; decompress it",
     b"PK\x03\x04": "a zip archive; unpack it",
 }
-"""How files begin that are given in place of an index, and what to do about each."""
+"""First bytes of other files that users give in place of an index, and what to do about each."""
 
 
 def parts_of(index: Any) -> list[Any]:
-    """Return a faiss index and what it holds, from the outside in; of an IndexRefine, its first stage."""
+    """Return a faiss index and the indexes inside it, from the outside in; only the first stage of an IndexRefine."""
     parts = [faiss.downcast_index(index)]
     while (inner := _inside(parts[-1])) is not None:
         parts.append(inner)
@@ -92,7 +92,7 @@ def without_id_maps(index: Any) -> tuple[Any, Ids | None]:
     """Take off the IndexIDMaps around a faiss index, which must outlive the result.
 
     Returns:
-        What is inside, and ``[ntotal]`` the id outside of each id inside; None if they are the same.
+        The index inside, and the outer id of each inner id, ``[ntotal]``; None if they are the same.
     """
     ids: Ids | None = None
     while isinstance(index, faiss.IndexIDMap):
@@ -108,23 +108,23 @@ def _are_rows(ids: Ids) -> bool:
 
 @dataclass(frozen=True)
 class FaissFile:
-    """A FAISS file of a kind that can be searched here."""
+    """FAISS file of a kind that can be searched here."""
 
     path: Path
     index: Any
-    """As faiss read it."""
+    """Index as faiss read it."""
     mapped: NDArray[np.uint8]
-    """The file. ``index`` has views of it."""
+    """Bytes of the file; ``index`` has views of them."""
     stamp: tuple[int, ...]
-    """``_stamp`` of the file, read when it was mapped."""
+    """Result of ``_stamp`` for the file, taken when it was mapped."""
 
     @classmethod
     def open(cls, path: Path) -> FaissFile:
-        """Map a file, and check its kind and metric; nothing of it is changed.
+        """Map a file, and check its kind and metric; the file is not changed.
 
         Raises:
-            DataError: it is missing, closed to this user or cut off, something else than a FAISS index, or one without
-                vectors or of another kind or metric.
+            DataError: it is missing, not readable, cut off or not a FAISS index, or it has no vectors or another kind
+                or metric.
         """
         try:
             _check_start(path)
@@ -164,17 +164,17 @@ class FaissFile:
 
     @property
     def kind(self) -> str:
-        """Names of faiss's classes: ``"IndexIDMap of IndexFlatIP"``."""
+        """Names of faiss's classes, such as ``"IndexIDMap of IndexFlatIP"``."""
         return _names(parts_of(self.index))
 
     @property
     def is_l2(self) -> bool:
-        """Whether the nearest vectors are those of the least distance."""
+        """Whether the nearest vectors have the least distance, and not the largest inner product."""
         return bool(self.index.metric_type == faiss.METRIC_L2)
 
     @property
     def is_lossless(self) -> bool:
-        """Whether ``vectors`` are what ``transformed`` returned, or that in half precision."""
+        """Whether ``vectors`` returns the vectors of ``transformed`` without loss, or in half precision."""
         keeper = self._keeper
         if isinstance(keeper, faiss.IndexScalarQuantizer | faiss.IndexIVFScalarQuantizer):
             return keeper.sq.qtype in _HALVES
@@ -182,7 +182,7 @@ class FaissFile:
 
     @property
     def _keeper(self) -> Any:
-        """The part that ``vectors`` reads."""
+        """Part of the index from which ``vectors`` reads."""
         parts = parts_of(self.index)
         refined = [part for part in parts if isinstance(part, faiss.IndexRefine)]
         last = faiss.downcast_index(refined[0].refine_index) if refined else parts[-1]
@@ -190,7 +190,7 @@ class FaissFile:
 
     @property
     def keeps_lengths(self) -> bool:
-        """Whether ``vectors`` are as long as what the file was made from."""
+        """Whether ``vectors`` have the lengths of the vectors that the file was made from."""
         is_transformed = any(isinstance(part, faiss.IndexPreTransform) for part in parts_of(self.index))
         return self.is_lossless and not is_transformed
 
@@ -209,7 +209,7 @@ class FaissFile:
         return "ivf" if isinstance(inner, faiss.IndexIVFFlat) and ids_are_rows else FOREIGN
 
     def options(self) -> dict[str, int]:
-        """Return the options of a search: what the maker of the file has set, else what a built index would have."""
+        """Return the options of a search: the values that the file's maker has set, else those of a built index."""
         found: dict[str, int] = {}
         for part in parts_of(self.index):
             if isinstance(part, faiss.IndexIVF):
@@ -228,7 +228,7 @@ class FaissFile:
         """Return all ids, in any order; None if they are 0 to ``count - 1``, in any order.
 
         Raises:
-            DataError: an id twice, another number of ids than vectors, or ids that an IndexRefine cannot have.
+            DataError: an id occurs twice, ids and vectors differ in number, or an IndexRefine cannot have such ids.
         """
         found = self._ids(self.index)
         if found is None:
@@ -260,19 +260,19 @@ class FaissFile:
         return own
 
     def vectors(self, ids: Ids) -> Floats:
-        """Return the vectors of some of the ids, as far as the file has kept them: float32 ``[len(ids), width]``.
+        """Return the vectors of some ids, as the file has kept them: float32 ``[len(ids), width]``.
 
         The width is ``dimension`` unless an IndexPreTransform changes it.
         """
         return _vectors(self.index, ids)
 
     def check_finite(self, advance: Callable[[int], None]) -> None:
-        """Look at every vector that is kept without loss; ``advance`` is told how many were.
+        """Check every vector that is kept without loss; ``advance`` is called with the number of checked vectors.
 
         An encoder in half precision may overflow in one batch of thousands, and a scan takes NaN for the best score.
 
         Raises:
-            DataError: one holds NaN or infinity.
+            DataError: a vector holds NaN or infinity.
         """
         if not self.is_lossless:
             return
@@ -286,7 +286,7 @@ class FaissFile:
             advance(len(codes))
 
     def not_finite(self) -> DataError:
-        """Return what to say of vectors that no search can order."""
+        """Return the error for vectors that a search cannot order."""
         return DataError(f"{self.path}: its vectors hold NaN or infinity; make the file again")
 
     def is_still(self, path: Path) -> bool:
@@ -294,9 +294,9 @@ class FaissFile:
         return _stamp(path) == self.stamp
 
     def transformed(self, vectors: Floats) -> Floats:
-        """Return what the file would keep of vectors, but for its rounding: ``[n, dimension]`` to ``[n, width]``."""
+        """Return the vectors that the file would keep, before its rounding: ``[n, dimension]`` to ``[n, width]``."""
         for part in parts_of(self.index):
-            if isinstance(part, faiss.IndexRefine):  # its second stage has the vectors as they come
+            if isinstance(part, faiss.IndexRefine):  # its second stage keeps vectors before the transform
                 break
             if isinstance(part, faiss.IndexPreTransform):
                 chain: Any = part.chain
@@ -317,7 +317,7 @@ class FaissFile:
                     f"{', '.join(kind.__name__ for kind in _WRAPPERS)}; build another index"
                 )
         for refine, second in zip(refines, refined, strict=True):
-            if refine.d != second.d:  # as of `pq`
+            if refine.d != second.d:  # such as ``pq`` makes
                 raise DataError(
                     f"{self.path}: its IndexRefine has a second stage of dimension {second.d} and not {refine.d}, as "
                     "only `ragr1 index build` makes and reads it; build the index with that"
@@ -344,7 +344,7 @@ def _vectors(index: Any, ids: Ids) -> Floats:
         return _vectors(faiss.downcast_index(index.refine_index), ids)
     if type(index) in _LISTS:
         return _listed_vectors(index, ids)
-    # One by one: of faiss's ways to read many, some end the process for kinds that cannot.
+    # One by one, as some of faiss's functions that read many end the process for some kinds.
     return np.stack([index.reconstruct(int(number)) for number in ids])
 
 
@@ -361,7 +361,7 @@ def _code_blocks(index: Any) -> Iterator[NDArray[np.uint8]]:
 
 
 def _places(all_ids: Ids, ids: Ids) -> Ids:
-    """Return where each of some ids is among all."""
+    """Return the positions of some ids among all."""
     found = np.flatnonzero(np.isin(all_ids, ids))
     order = np.argsort(all_ids[found])
     return found[order][np.searchsorted(all_ids[found], ids, sorter=order)]
@@ -369,7 +369,7 @@ def _places(all_ids: Ids, ids: Ids) -> Ids:
 
 def _listed_vectors(index: Any, ids: Ids) -> Floats:
     if type(index) in _FAST_SCANS:
-        index.fine_quantizer = index.pq  # faiss 1.15 does not set it when it reads a file, and uses it here
+        index.fine_quantizer = index.pq  # faiss 1.15 does not set it when it reads a file, but uses it here
     found = np.zeros((len(ids), index.d), np.float32)
     order = np.argsort(ids)
     for number in range(index.nlist):
@@ -386,21 +386,21 @@ def _names(parts: Iterable[Any]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what faiss says is wrong, without the place in its source."""
+    """Return faiss's description of an error, without the place in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: ", "", one_line(error))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what differs once a file was written to, or another has its name.
+    """Return a value that changes if a file is written to or replaced.
 
-    Not its number: in a container a link may be the first copy of a file of the image.
+    It leaves out the inode: in a container, making a link may copy a file of the image.
     """
     found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
 def _check_start(path: Path) -> None:
-    """Refuse by its first bytes what is no FAISS index, without reading on."""
+    """Refuse a file whose first bytes show that it is not a FAISS index, without reading more."""
     if not path.is_file():
         raise DataError(f"no index file {path}; give a file that faiss.write_index wrote")
     with path.open("rb") as file:

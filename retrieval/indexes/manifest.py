@@ -1,4 +1,4 @@
-"""What an index directory holds (``Manifest``), the index types, and the options of each type.
+"""``Manifest``, the description of an index directory; the index types, and the options of each type.
 
 ::
 
@@ -38,28 +38,28 @@ FORMAT_VERSION = 2
 BM25_FOLDER = "bm25"
 ENCODER_FOLDER = "encoder"
 ENCODER_LIST = f"{ENCODER_FOLDER}/{LIST_FILE}"
-"""What is in the folder of the encoder, which ``Encoder.load`` compares."""
+"""List of the files in the folder of the encoder, which ``Encoder.load`` compares."""
 TITLES_FILE = "titles.npy"
-"""See ``retrieval.corpora.titles``. An index of an earlier version has none."""
+"""File of ``retrieval.corpora.titles``. An index of an earlier version has none."""
 ROWS_FILE = "rows.npy"
-"""int64 ``[2, count]``: the ids that the FAISS file has for its vectors, ascending, and the corpus row of each. Without
+"""File with int64 ``[2, count]``: the ids of the FAISS file's vectors, ascending, and the corpus row of each. Without
 this file the ids are the rows."""
 EMPTY_FILE = "empty.npy"
-"""int64 ``[n]``, ascending: corpus rows without a letter or a digit, which are never found."""
+"""File with int64 ``[n]``, ascending: corpus rows without a letter or a digit, which are never found."""
 BM25 = "bm25"
 HYBRID = "hybrid"
 FLAT = "flat"
 FOREIGN = "faiss"
-"""The type of an adopted file that is none of ``INDEX_TYPES``: it is searched by faiss, as it is."""
+"""Type of an adopted file that is none of ``INDEX_TYPES``; faiss searches it as it is."""
 GPU_TYPES = (FLAT, "fp16")
 """Types whose vectors a GPU scans in half precision, with torch."""
 
 STRICT = ConfigDict(extra="forbid")
-"""For records read from an index directory: an unknown key is an error."""
+"""Configuration of records that are read from an index directory: an unknown key is an error."""
 
 
 def _inside(name: str) -> str:
-    """Refuse a name that leads out of the directory: an index may come from somebody else."""
+    """Refuse a name that leads out of the directory, since an index may come from other people."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or name in ("", "."):
         raise ValueError("it leads out of the index directory")
@@ -74,13 +74,13 @@ def _known_layout(layout: str) -> str:
 
 @dataclass(frozen=True, config=STRICT)
 class FileRecord:
-    """A file of the directory: ``FileRecord("shard-0000.faiss", 307200045, "9f2c...")``."""
+    """File of the directory: ``FileRecord("shard-0000.faiss", 307200045, "9f2c...")``."""
 
     name: Annotated[str, AfterValidator(_inside)]
-    """Relative to the index directory, with ``/``."""
+    """Path relative to the index directory, with ``/``."""
     num_bytes: int
     fingerprint: str
-    """See ``fingerprint_file``."""
+    """Fingerprint of the content by ``fingerprint_file``."""
 
     @classmethod
     def of(cls, directory: Path, name: str) -> FileRecord:
@@ -110,7 +110,7 @@ class FileRecord:
 
 @dataclass(frozen=True, config=STRICT)
 class Shard:
-    """Vectors of the rows ``start`` to ``start + count - 1``, in one file."""
+    """File with the vectors of the rows ``start`` to ``start + count - 1``."""
 
     start: int
     count: int
@@ -119,22 +119,22 @@ class Shard:
 
 @dataclass(frozen=True, config=STRICT)
 class Manifest:
-    """What an index directory holds, and which encoder its vectors need."""
+    """Files of an index directory, and the encoder that its vectors need."""
 
     index_type: str
-    """A key of ``INDEX_TYPES``, ``bm25``, ``hybrid`` or ``faiss``."""
+    """Type of the index: a key of ``INDEX_TYPES``, ``bm25``, ``hybrid`` or ``faiss``."""
     count: int
-    """Passages."""
+    """Number of passages."""
     corpus: FileRecord
     files: tuple[FileRecord, ...]
-    """Every other file except the shards: the order of the titles, the inverted index, the list of the encoder's, those
-    of an adopted index."""
+    """All other files except the shards: order of the titles, inverted index, list of the encoder's files, files of an
+    adopted index."""
     metric: str = ""
-    """``inner_product``, of vectors of length 1, but for an adopted index. Empty for ``bm25``, as all fields below."""
+    """``inner_product`` over vectors of length 1, or an adopted index's metric. Empty for ``bm25``, like all below."""
     vector_type: str = ""
-    """The type of the vectors: that of the dense part of a ``hybrid`` index, else ``index_type``."""
+    """Type of the vectors: for ``hybrid`` the type of its dense part, else ``index_type``."""
     encoder: str = ""
-    """A folder relative to the index directory, a folder elsewhere, or a hub name."""
+    """Encoder: a folder relative to the index directory, a folder elsewhere, or a hub name."""
     encoder_fingerprint: str = ""
     pooling: str = ""
     """Pooling of the encoder: ``mean``, ``cls``, ``lasttoken`` or ``static``."""
@@ -143,18 +143,18 @@ class Manifest:
     dimension: int = 0
     shards: tuple[Shard, ...] = ()
     layout: Annotated[str, AfterValidator(_known_layout)] = ""
-    """Of an adopted index: how its passages were written for the encoder, one of ``LAYOUTS``. Else empty."""
+    """Layout of the passages for the encoder of an adopted index, one of ``LAYOUTS``; else empty."""
     options: dict[str, int] = field(default_factory=dict)
-    """Of an adopted index: the options of its search, where a retriever is given none."""
+    """Options of the search of an adopted index, used unless a retriever is given others."""
     corpus_report: CorpusReport | None = None
-    """What was odd in the file of the passages; None where they did not come from a file."""
+    """Report on the file of the passages; None if they did not come from a file."""
 
     @property
     def version(self) -> str:
         """Name of the evidence, 12 hexadecimal digits: equal for two directories that give equal answers."""
         parts = [self.index_type, self.encoder_fingerprint, self.pooling, self.query_prompt, self.corpus.fingerprint]
         parts += [shard.file.fingerprint for shard in self.shards]
-        # a fingerprint of the encoder is in it already, and the titles are those of the corpus
+        # it has a fingerprint of the encoder already, and the titles belong to the corpus
         parts += [file.fingerprint for file in self.files if file.name not in (ENCODER_LIST, TITLES_FILE)]
         parts += [f"{name}={value}" for name, value in sorted(self.options.items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
@@ -166,7 +166,7 @@ class Manifest:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the vectors are a FAISS file that was made elsewhere."""
+        """Whether the vectors are in a FAISS file that was made elsewhere."""
         return bool(self.layout)
 
     @property
@@ -229,18 +229,18 @@ class Manifest:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return a digest of all that no other file tells; the encoder may be moved, and has a fingerprint."""
+    """Return a digest of all fields that no other file confirms; the encoder may move, and has a fingerprint."""
     content = {name: value for name, value in content.items() if name != "encoder"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @plain_dataclass(frozen=True)
 class Option:
-    """A whole number that a user may set."""
+    """Whole number that a user may set."""
 
     default: int
     low: int
-    """The smallest legal value."""
+    """Smallest legal value."""
     summary: str
 
 
@@ -265,30 +265,30 @@ INDEX_TYPES: dict[str, dict[str, Option]] = {
         "ef_search": Option(128, 1, "candidates that a query keeps while it walks"),
     },
 }
-"""Ways to keep vectors, by the names that users type, and the options of each."""
+"""Types of vectors by the names that users type, with the options of each."""
 
 FOREIGN_OPTIONS = {
     "num_probes": INDEX_TYPES["ivf"]["num_probes"],
     "ef_search": INDEX_TYPES["hnsw"]["ef_search"],
     "refine_factor": _REFINE_FACTOR,
 }
-"""Options of an adopted file of type ``faiss``; each needs the part of the file that it is for."""
+"""Options of an adopted file of type ``faiss``; each works only if the file has the part that it sets."""
 
 RETRIEVER_OPTIONS: dict[str, Option] = {
     "rerank_candidates": Option(20, 1, "passages per query that a reranker orders again"),
     "fusion_depth": Option(100, 1, "passages of each ranking that a hybrid index fuses"),
 }
-"""Options of a retriever over any index type. Builder, index and retriever get the same mapping; each reads its own."""
+"""Options of a retriever over any index type. Builder, index and retriever get one mapping; each reads its part."""
 
 
 def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]:
-    """Check options by name and value, and return the value of every option of the type, by default its own default.
+    """Check options by name and value, and return the value of every option of the type, or its default.
 
-    The type is a key of ``INDEX_TYPES`` (for ``hybrid``, that of its vectors), ``faiss`` or ``bm25``; the options are
-    its own or of ``RETRIEVER_OPTIONS``.
+    The type is a key of ``INDEX_TYPES`` (for ``hybrid`` the type of its vectors), ``faiss`` or ``bm25``. Options of
+    ``RETRIEVER_OPTIONS`` are known for every type.
 
     Raises:
-        ConfigError: an unknown type, an unknown option, or an illegal value.
+        ConfigError: a type or option is unknown, or a value is illegal.
     """
     types = {**INDEX_TYPES, FOREIGN: FOREIGN_OPTIONS, BM25: {}}
     if index_type not in types:

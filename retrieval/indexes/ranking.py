@@ -1,4 +1,4 @@
-"""Rankings: arrays of scores and corpus rows that a ranker found, how to merge or fuse them, and their passages."""
+"""Rankings: scores and corpus rows that rankers found, functions that merge and fuse them, and their passages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 from retrieval.base import Hits, Passage
 
 ABSENT = -1
-"""The row in place of a passage where fewer were found than the ranking is deep; its score is ``-inf``."""
+"""Row number that fills a ranking if fewer passages were found than it is deep; its score is ``-inf``."""
 SPARE = 8
-"""Candidates beyond ``k`` that are scored again, so that rounding cannot push one of the best ``k`` out."""
+"""Number of candidates beyond ``k`` that are scored again, so that rounding cannot push one of the best ``k`` out."""
 RRF_CONSTANT = 60
-"""The constant of reciprocal rank fusion, as Cormack et al. (2009) set it."""
+"""Constant of reciprocal rank fusion, from Cormack et al. (2009)."""
 
 
 class Ranking(NamedTuple):
-    """The best rows for each of some queries, best first, equal scores by row."""
+    """Best rows for each query, best first, equal scores by row."""
 
     scores: NDArray[np.float32]
-    """``[num_queries, depth]``; ``-inf`` where fewer were found."""
+    """Scores, ``[num_queries, depth]``; ``-inf`` if fewer were found."""
     rows: NDArray[np.int64]
-    """``[num_queries, depth]``, of the corpus; ``ABSENT`` where fewer were found, always a suffix."""
+    """Corpus rows, ``[num_queries, depth]``; ``ABSENT``, always at the end, if fewer were found."""
 
 
 class Ranker(Protocol):
-    """Anything that orders the rows of a corpus for a query: vectors, words, or several of these."""
+    """Object that orders the rows of a corpus for a query: by vectors, by words, or by several of these."""
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
         """Return the best ``min(k, count)`` rows of each query.
 
         Args:
-            queries: any text, also none.
-            k: at least 1.
+            queries: any texts, also empty ones.
+            k: number of rows, at least 1.
             vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere; without them a ranker that
-                needs vectors encodes. A zero vector is a query without one known word: it finds nothing.
+                needs vectors encodes. A zero vector is a query without a known word and finds nothing.
         """
         ...
 
@@ -45,20 +45,20 @@ class Ranker(Protocol):
 def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:
     """Order candidates, best first and equal scores by row, and keep ``k``.
 
-    Both are ``[num_queries, num_candidates]``; no row comes twice for a query, and ``ABSENT`` may be anywhere. The
-    ranking is ``min(k, num_candidates)`` deep.
+    Both arrays are ``[num_queries, num_candidates]``; no row occurs twice for a query, and ``ABSENT`` may be anywhere.
+    The ranking is ``min(k, num_candidates)`` deep.
     """
     scores = np.where(rows == ABSENT, np.float32(-np.inf), scores)
-    # Absent rows last, even after rows that score -inf themselves; np.lexsort's last key is its first.
+    # Absent rows come last, even after other rows with -inf; np.lexsort sorts by its last key first.
     order = np.lexsort((rows, -scores, rows == ABSENT), axis=-1)[:, :k]
     return Ranking(np.take_along_axis(scores, order, axis=-1), np.take_along_axis(rows, order, axis=-1))
 
 
 def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
-    """Make one ranking of those of disjoint shards: what one index over all rows would have answered.
+    """Merge the rankings of disjoint shards into the ranking that one index over all rows would give.
 
-    At least one ranking, of the same queries, scores of one kind, each ``k`` deep or as deep as its shard. The result
-    is as deep as ``k`` and the candidates allow.
+    There is at least one ranking; all have the same queries and kind of scores, and are ``k`` deep or as deep as their
+    shard. The result is as deep as ``k`` and the candidates allow.
     """
     if len(rankings) == 1:
         return Ranking(rankings[0].scores[:, :k], rankings[0].rows[:, :k])
@@ -67,14 +67,14 @@ def merge_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
 
 
 def without_rows(ranking: Ranking, rows: NDArray[np.int64], k: int) -> Ranking:
-    """Take some rows, given ascending, out of a ranking, and keep ``k``; as deep as ``k`` and the ranking allow."""
+    """Remove some rows, given ascending, from a ranking; its depth is at most ``k`` and at most the ranking's."""
     if not rows.size:
         return Ranking(ranking.scores[:, :k], ranking.rows[:, :k])
     return best_of(ranking.scores, np.where(np.isin(ranking.rows, rows), ABSENT, ranking.rows), k)
 
 
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
-    """Make one ranking of several over the same rows by reciprocal rank fusion, which does not read their scores.
+    """Fuse rankings over the same rows into one by reciprocal rank fusion, which does not use their scores.
 
     A row scores the sum of ``1 / (RRF_CONSTANT + rank)`` over the rankings that hold it, ranks from 1. A ranking that
     found nothing for a query adds nothing. The result is as deep as ``k`` and the longest union of rows allow.
@@ -86,7 +86,7 @@ def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:
     parts = np.where(rows == ABSENT, 0.0, 1.0 / (RRF_CONSTANT + ranks[order]))
     is_first = np.ones(rows.shape, bool)
     is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
-    # Sums of runs of equal rows: each ranking has a row once, so a run is at most len(rankings) long. Stable
+    # The sums are over runs of equal rows: a ranking has a row once, so a run has at most len(rankings). Stable
     # sorting keeps the order of the rankings, hence the order of the additions and the last bit of the sum.
     totals = parts.copy()
     for distance in range(1, len(rankings)):

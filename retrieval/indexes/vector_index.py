@@ -1,4 +1,4 @@
-"""From queries to rows by vectors: ``DenseRanker`` over the shards of an index directory, ``VectorIndex`` in each.
+"""Search by vectors: ``DenseRanker`` over the shards of an index directory, a ``VectorIndex`` for each.
 
 Imports faiss, as ``faiss_build`` does.
 
@@ -57,31 +57,31 @@ if TYPE_CHECKING:
 Rows = NDArray[np.int64]
 
 BLOCK_ROWS = 8192
-"""Vectors decoded at once; in float32 they stay in the processor's cache."""
+"""Number of vectors that are decoded at once; in float32 they stay in the processor's cache."""
 _RESCORED_NUMBERS = 2**20
-"""Decoded at once when candidates are scored again: 12 MB for any batch and ``k``."""
+"""Numbers decoded at once when candidates are scored again: 12 MB for any batch and ``k``."""
 LEAST_CANDIDATES = 64
-"""Least candidates of a compressed index for any ``k``: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
+"""Least number of candidates of a compressed index: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
 _PRODUCT_FROM = 4
-"""Queries from which decoding vectors for a matrix product beats faiss's scan, which decodes them for each query."""
+"""Number of queries from which a matrix product beats faiss's scan, which decodes the vectors for each query."""
 _SEARCHED_BY_FAISS = ("ivf", "hnsw", FOREIGN)
 _MAX_GPU_K = 2048
-"""faiss-gpu's own limit, of results and of lists that a query looks into."""
+"""Limit of faiss-gpu, for results and for lists that a query looks into."""
 
 
 class Scanner(ABC):
-    """A faiss index as ``VectorIndex`` uses it."""
+    """Interface of a faiss index for ``VectorIndex``."""
 
     is_lossless: bool
-    """Whether ``vectors`` are those that were given."""
+    """Whether ``vectors`` returns the given vectors exactly."""
 
     def __init__(self, index: Any) -> None:
-        """Search ``index``."""
+        """Take the faiss index to search."""
         self._index = index
 
     @abstractmethod
     def find(self, queries: Floats, k: int) -> Ranking:
-        """Return at least ``k`` candidates of each query where there are so many, in any order, also absent ones."""
+        """Return at least ``k`` candidates of each query, if there are so many, in any order, with absent ones."""
 
     @abstractmethod
     def vectors(self, rows: Rows) -> Floats:
@@ -95,14 +95,14 @@ class Scanner(ABC):
     def rescored(self, queries: Floats, rows: Rows) -> Ranking:
         """Score candidates ``[num_queries, num_candidates]`` again, from ``vectors``.
 
-        Scans and matrix products of different sizes round differently; one more sum in double precision does not.
+        Scans and matrix products of different sizes round differently; a second sum in double precision does not.
         """
         scores = np.empty(rows.shape, np.float32)
         dimension = queries.shape[1]
         step = max(1, _RESCORED_NUMBERS // (rows.shape[1] * dimension))
         for start in range(0, len(rows), step):
             some = rows[start : start + step]
-            # Row 0 replaces absent rows; their scores are not used.
+            # Row 0 stands for absent rows; its scores are not used.
             vectors = self.vectors(np.maximum(some, 0).ravel()).reshape(*some.shape, dimension)
             wide = queries[start : start + step].astype(np.float64)
             scores[start : start + step] = np.einsum("qcd,qd->qc", vectors.astype(np.float64), wide)
@@ -110,19 +110,19 @@ class Scanner(ABC):
 
 
 class VectorIndex:
-    """Inner-product search over vectors of length 1; row i is vector i as built."""
+    """Inner-product search over vectors of length 1; row i is the i-th vector that was given."""
 
     def __init__(
         self, index: Any, index_type: str, *, device: str = "cpu", options: Mapping[str, Any] | None = None
     ) -> None:
-        """Wrap a faiss index of a type of ``INDEX_TYPES``, or of an adopted one: an IndexIDMap may be around it.
+        """Wrap a faiss index of a type of ``INDEX_TYPES``, or an adopted one, around which an IndexIDMap may be.
 
         Raises:
-            DataError: another kind of faiss index.
-            ConfigError: an unknown option, one that the index has no part for, or no GPU.
+            DataError: the faiss index is of another kind.
+            ConfigError: an option is unknown or the index has no part for it, or there is no GPU.
         """
         self._owner = index
-        """Of all parts: if it goes, faiss frees them."""
+        """Owner of all parts, which faiss frees with it."""
         index, self._ids = without_id_maps(index)
         if not isinstance(index, _FAISS_CLASSES[index_type]):
             raise DataError(
@@ -132,7 +132,7 @@ class VectorIndex:
         parse_options(index_type, options or {})
         self._index: Any = index
         self.scanner = _make_scanner(index, index_type, options or {})
-        """What keeps the vectors, and finds them unless a GPU does."""
+        """Scanner that keeps the vectors, and finds them unless a GPU does."""
         self._find = self.scanner.find
         if device != "cpu" and index_type in GPU_TYPES:
             from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
@@ -154,21 +154,21 @@ class VectorIndex:
         """Index blocks of vectors, float32 ``[n, dimension]`` each, in that order.
 
         Args:
-            blocks: something to iterate over more than once, such as a list: all types but ``flat``, ``fp16`` and
-                ``hnsw`` first learn from a sample. Of a generator they keep all vectors meanwhile.
-            dimension: of a vector.
-            index_type: a key of ``INDEX_TYPES``, as its ``options``.
-            count: of all vectors; given it, memory never holds more than the index and a block.
+            blocks: an iterable that can be iterated over twice, such as a list, since all types but ``flat``, ``fp16``
+                and ``hnsw`` first learn from a sample. The vectors of a generator are all kept meanwhile.
+            dimension: length of a vector.
+            index_type: a key of ``INDEX_TYPES``, which also has its ``options``.
+            count: number of all vectors; if given, memory holds only the index and a block.
 
         Raises:
-            ConfigError: an unknown index type or option, or a dimension that the type cannot take.
-            DataError: NaN or infinity, no vectors, or another number of them than ``count``.
+            ConfigError: the index type or an option is unknown, or the type cannot take the dimension.
+            DataError: a number is not finite, or the number of vectors is 0 or not ``count``.
         """
         values = parse_options(index_type, options or {})
         return cls(build_faiss_index(blocks, dimension, index_type, count, values), index_type)
 
     def save(self, path: Path) -> None:
-        """Write the index file. Raises ``OSError``: no room, or no right to write."""
+        """Write the index file; raises ``OSError`` if the disk is full or the file may not be written."""
         try:
             faiss.write_index(self._index, str(path))
         except RuntimeError as error:  # faiss's only exception, without an errno
@@ -219,37 +219,37 @@ class VectorIndex:
     def search(self, queries: Floats, k: int, num_threads: int) -> Ranking:
         """Find the ``min(k, count)`` nearest rows of each query.
 
-        ``flat`` finds exactly these, and the answer of a query does not depend on its batch. The others may miss some;
-        where too few lists were looked into, the last rows are absent.
+        ``flat`` finds exactly these, and the answer to a query does not depend on its batch. Other types may miss some;
+        if too few lists were searched, the last rows are absent.
 
         Args:
             queries: float32 ``[n, dimension]``, each of length 1.
-            k: at least 1.
-            num_threads: of faiss, in the calling thread. ``flat`` has those of torch, which belong to the process.
+            k: number of rows, at least 1.
+            num_threads: threads of faiss, for the calling thread. ``flat`` uses torch's setting for the process.
         """
-        # OpenMP keeps this number per thread: it must be set in the thread that searches.
+        # OpenMP keeps this number per thread, so it must be set in the thread that searches.
         faiss.omp_set_num_threads(num_threads)
         k = min(k, self.count)
         if k == 0 or not len(queries):
             return Ranking(np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64))
-        # torch warns about memory that it may not write to, such as a message's
+        # torch warns about read-only memory, such as the memory of a message
         scores, rows = self._find(np.require(queries, np.float32, ["C", "W"]), k)
         return best_of(scores, self._named(rows), k)
 
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
-        """Yield all vectors, float32 ``[n, dimension]``, with what ``search`` returns for each, ``[n]``."""
+        """Yield all vectors, float32 ``[n, dimension]``, with the row that ``search`` returns for each, ``[n]``."""
         start = 0
         for block in self.scanner.blocks():
             yield self._named(np.arange(start, start + len(block))), block
             start += len(block)
 
     def _named(self, rows: Rows) -> Rows:
-        """Return the ids of an IndexIDMap for what was inside of it."""
+        """Return the ids of an IndexIDMap for the rows inside it."""
         return rows if self._ids is None else np.where(rows == ABSENT, ABSENT, self._ids[rows])
 
 
 class _FullScan(Scanner):
-    """Every vector, one code after another: ``flat``, ``fp16`` and ``sq8``."""
+    """Scan of every vector, one code after another: ``flat``, ``fp16`` and ``sq8``."""
 
     def __init__(self, index: Any) -> None:
         super().__init__(index)
@@ -260,7 +260,7 @@ class _FullScan(Scanner):
         k = min(k + SPARE, self._index.ntotal)
         if not self.is_lossless and len(queries) < _PRODUCT_FROM:
             return self.rescored(queries, self._index.search(queries, k)[1])
-        # Faster than faiss's product: docs/decisions/retrieval-libraries.md has the figures.
+        # This is faster than faiss's product: docs/decisions/retrieval-libraries.md has the figures.
         from retrieval.indexes.torch_index import best_of_block  # torch takes seconds to import
 
         start, best = 0, list[Ranking]()
@@ -286,7 +286,7 @@ class _FullScan(Scanner):
 
 
 class _CodeScan(Scanner):
-    """2-bit codes, of all vectors or of some lists, and one byte per number to score candidates again."""
+    """Scan of 2-bit codes, of all vectors or of some lists; one byte per number scores candidates again."""
 
     is_lossless = False
 
@@ -294,7 +294,7 @@ class _CodeScan(Scanner):
         super().__init__(index)
         self._parts = CodedParts.of(index)
         self._base = self._parts.base
-        # In double precision, so that products of different sizes round alike.
+        # Double precision, so that products of different sizes round alike.
         self._rotation = self._parts.rotation.astype(np.float64)
         self._bytes = codes_of(self._parts.table)
         self._factor = int(options.get("refine_factor", self._parts.refine.k_factor))
@@ -304,12 +304,12 @@ class _CodeScan(Scanner):
         num_candidates = max(LEAST_CANDIDATES, k * self._factor)
         if num_candidates < self._base.ntotal:
             rows = self._base.search(rotated, num_candidates)[1]
-        else:  # all of them, without a scan: faiss's fast scan drops what its rounded scores put last
+        else:  # all rows, without a scan: faiss's fast scan drops those that its rounded scores put last
             rows = np.tile(np.arange(self._base.ntotal), (len(queries), 1))
         return self.rescored(rotated, rows)
 
     def vectors(self, rows: Rows) -> Floats:
-        """Return them rotated."""
+        """Return the vectors of rows in the rotated space, float32 ``[len(rows), dimension]``."""
         decoded = decode_bytes(self._bytes[rows])
         if self._parts.is_residual:
             decoded += self._base.reconstruct_batch(rows)
@@ -317,7 +317,7 @@ class _CodeScan(Scanner):
 
 
 class _FaissSearch(Scanner):
-    """The results of faiss itself: ``ivf``, ``hnsw`` and ``faiss``."""
+    """Search by faiss itself: ``ivf``, ``hnsw`` and ``faiss``."""
 
     def __init__(self, index: Any, index_type: str, options: Mapping[str, Any]) -> None:
         super().__init__(index)
@@ -345,15 +345,15 @@ class _FaissSearch(Scanner):
         return _as_products(self._index, *self._index.search(queries, k))
 
     def vectors(self, rows: Rows) -> Floats:
-        # The rows are consecutive: faiss's lists have no row numbers, so it reads all of them once.
+        # Rows are consecutive, since faiss reads all lists once to find the rows in them.
         decoded: Floats = self._index.reconstruct_n(int(rows[0]), len(rows))
         return decoded
 
 
 class _GpuLists:
-    """``ivf`` in half precision on a GPU. Needs faiss-gpu.
+    """Lists of ``ivf`` in half precision on a GPU. Needs faiss-gpu.
 
-    One thread may search at a time: faiss does not lock the resources of this index. Scores are half precision.
+    Only one thread may search at a time, as faiss does not lock the resources of this index. Scores are half precision.
     """
 
     def __init__(self, scanner: Scanner, index: Any, device: str) -> None:
@@ -369,7 +369,7 @@ class _GpuLists:
 
 
 def _as_products(index: Any, scores: Floats, rows: Rows) -> Ranking:
-    """Return inner products for squared distances between vectors of length 1, which an adopted index may give."""
+    """Return inner products for the squared distances of vectors of length 1, which an adopted index may return."""
     is_product = index.metric_type == faiss.METRIC_INNER_PRODUCT
     return Ranking(scores if is_product else np.float32(1) - np.float32(0.5) * scores, rows)
 
@@ -400,14 +400,14 @@ def _set_probes(lists: Any, options: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _AdoptedRows:
-    """Which corpus rows the vectors of an adopted index belong to, and which rows are never found."""
+    """Corpus rows of an adopted index's vectors, and the rows that are never found."""
 
     ids: Rows | None
-    """Ascending; None if they are the rows."""
+    """Ids of the vectors, ascending; None if they are the rows."""
     rows: Rows | None
-    """``[len(ids)]``"""
+    """Corpus row of each id, ``[len(ids)]``."""
     empty: Rows
-    """Ascending."""
+    """Rows that are never found, ascending."""
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> _AdoptedRows:
@@ -421,7 +421,7 @@ class _AdoptedRows:
         return cls(ids, rows, arrays.get(EMPTY_FILE, np.zeros(0, np.int64)))
 
     def of(self, ids: Rows) -> Rows:
-        """Return the rows of some ids, of any shape; ``ABSENT`` stays."""
+        """Return the corpus rows of ids of any shape; ``ABSENT`` stays."""
         if self.ids is None or self.rows is None:
             return ids
         places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
@@ -429,7 +429,7 @@ class _AdoptedRows:
 
 
 class DenseRanker:
-    """Ranks rows by the inner product of their vectors with the query's. A ``Ranker``."""
+    """``Ranker`` by the inner product of the vectors of rows and query."""
 
     def __init__(
         self,
@@ -444,21 +444,21 @@ class DenseRanker:
         encoder_dir: str = "",
         shards_dir: str = "",
     ) -> None:
-        """Open shards, and the encoder the index was built with.
+        """Open shards, and the encoder with which the index was built.
 
         Args:
-            directory: made by ``build_index``; ``manifest`` is its manifest.
-            num_threads: of the search. Torch's threads are set by the host process.
-            device: ``cpu`` or ``cuda``, of encoder and index.
-            options: of the search; see ``INDEX_TYPES`` and ``FOREIGN_OPTIONS``.
-            shards: numbers of the shards to open; by default all.
-            load_encoder: without one, ``rank`` needs vectors.
+            directory: directory made by ``build_index``; ``manifest`` is its manifest.
+            num_threads: threads of the search. The host process sets torch's threads.
+            device: ``cpu`` or ``cuda``, for encoder and index.
+            options: options of the search; see ``INDEX_TYPES`` and ``FOREIGN_OPTIONS``.
+            shards: numbers of the shards to open; the default is all.
+            load_encoder: whether to load the encoder; without it, ``rank`` needs vectors.
             encoder_dir: see ``open_encoder``.
-            shards_dir: where the files of the shards are, by default in ``directory``.
+            shards_dir: folder of the shard files; the default is ``directory``.
 
         Raises:
             DataError: a shard or the encoder is missing, damaged or replaced.
-            ConfigError: an unknown option.
+            ConfigError: an option is unknown.
         """
         directory = Path(directory)
         numbers = range(len(manifest.shards)) if shards is None else shards
@@ -488,23 +488,23 @@ class DenseRanker:
 
     @property
     def encoder(self) -> Encoder:
-        """The encoder of the index; ``ValueError`` where the ranker was opened without one."""
+        """Encoder of the index; raises ``ValueError`` if the ranker was opened without one."""
         if self._encoder is None:
             raise ValueError("the ranker was opened without an encoder; hand it the vectors of the queries")
         return self._encoder
 
     @property
     def is_lossless(self) -> bool:
-        """Whether the index keeps the vectors as they were given."""
+        """Whether the index keeps the given vectors exactly."""
         return all(index.scanner.is_lossless for _, index in self._shards)
 
     def encode_passages(self, passages: list[Passage]) -> Floats:
-        """Encode passages as those of the index were: float32 ``[len(passages), dimension]``."""
+        """Encode passages in the layout of the index: float32 ``[len(passages), dimension]``."""
         return self.encoder.encode_passages(passages, self._layout)
 
     @property
     def empty_rows(self) -> Rows:
-        """The rows of an adopted index that are never found, ascending."""
+        """Rows of an adopted index that are never found, ascending."""
         return self._adopted.empty
 
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
@@ -517,7 +517,7 @@ class DenseRanker:
         """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Ranker.rank``.
 
         Raises:
-            RetrievalError: vectors of another shape, or with NaN or infinity.
+            RetrievalError: the vectors have another shape, or hold NaN or infinity.
         """
         if not queries:
             return Ranking(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int64))
@@ -530,14 +530,14 @@ class DenseRanker:
         if not np.isfinite(vectors).all():
             raise RetrievalError("a query's vector holds NaN or infinity; the encoder is broken, so check its files")
         ranking = self._filled(vectors, k)
-        # Every row is equally near to the zero vector: no evidence is better than the first k rows.
+        # Every row is equally near to the zero vector, and no evidence is better than the first k rows.
         unknown = ~np.any(vectors, axis=1)
         ranking.rows[unknown] = ABSENT
         ranking.scores[unknown] = -np.inf
         return ranking
 
     def _filled(self, vectors: Floats, k: int) -> Ranking:
-        """Search deeper until each query has ``k`` rows beside the empty ones, or there are no more."""
+        """Search deeper until each query has ``k`` rows besides the empty ones, or there are no more rows."""
         empty = self.empty_rows
         depth = k + min(SPARE, len(empty))
         while True:
@@ -558,10 +558,10 @@ class DenseRanker:
 
 
 def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu", encoder_dir: str = "") -> Encoder:
-    """Load the encoder of an index, from its directory or elsewhere: ``encoder_dir``, or what it was built with.
+    """Load the encoder of an index: from its directory, from ``encoder_dir``, or from where it was at the build.
 
     Raises:
-        DataError: it is another one; its vectors would find passages at random.
+        DataError: it is another encoder, whose vectors would find passages at random.
     """
     from retrieval.encoders.encoder import Encoder  # torch and sentence-transformers take seconds to import
 
