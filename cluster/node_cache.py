@@ -9,12 +9,11 @@
       .locks/3f09....use       held, shared, by every process that uses the entry, until the process ends
       .locks/room              held while room is made
 
-The locks are the kernel's (``flock``): a process that is killed releases them, and the next one fetches again.
+A process that is killed releases its locks, and the next one fetches again.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,19 +21,18 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import WRITING, fingerprint_file, is_no_room
+from ragr1_actors.core.files import REMOVED, WRITING, fingerprint_file, is_no_room, lock, locked, publish, remove_folder
 
 CACHE_VARIABLE = "RAGR1_CACHE"
 """Environment variable with the folder of this node's cache, on a local disk; the default is ``~/.cache/ragr1``."""
 BYTES_VARIABLE = "RAGR1_CACHE_BYTES"
 """Environment variable with the limit of the cache in bytes; the default is half of its disk."""
 _LOCKS = ".locks"
-_REMOVED = ".removed_"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -147,11 +145,11 @@ class NodeCache:
         with _IN_USE_LOCK:
             if entry in _IN_USE:
                 return entry
-        with self._lock(f"{name}.fetch"):
+        with locked(self.lock_path(f"{name}.fetch")):
             if not has_files(entry, files):
                 self._replace(entry, files, fetch)
-            descriptor = self.open_lock(f"{name}.use")
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # at once: who removes the entry holds the other lock, too
+            # at once: who removes the entry holds the other lock, too
+            descriptor = lock(self.lock_path(f"{name}.use"), is_shared=True, waits=True)
             os.utime(descriptor)  # sets the time of the last use
         with _IN_USE_LOCK:
             _IN_USE[entry] = descriptor
@@ -161,14 +159,14 @@ class NodeCache:
     def scratch(self, name: str) -> Iterator[Path]:
         """Return a context with an empty folder on the disk of the cache, removed at the end; ``name`` is used once."""
         folder = self.directory / f"{WRITING}{name}.0"
-        with self._lock(f"{name}.fetch"):
+        with locked(self.lock_path(f"{name}.fetch")):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             try:
                 yield folder
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-                self._lock_path(f"{name}.fetch").unlink()  # the name is not used again
+                self.lock_path(f"{name}.fetch").unlink()  # the name is not used again
 
     def _replace(self, entry: Path, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> None:
         """Fetch into a folder with a temporary name, and give it its name once it is whole."""
@@ -176,21 +174,22 @@ class NodeCache:
             shutil.rmtree(leftover)
         num_bytes = sum(file.num_bytes for file in files)
         writing = self.directory / f"{WRITING}{entry.name}.{num_bytes}"
-        with self._lock("room"):
-            self._remove(entry)  # damaged; processes that have mapped its files keep them
+        with locked(self.lock_path("room")):
+            if entry.exists():
+                remove_folder(entry)  # damaged; processes that have mapped its files keep them
             self._make_room(num_bytes)
             writing.mkdir()
         try:
             fetch(writing)
             if wrong := [file.name for file in files if not file.is_in(writing)]:
                 raise DataError(f"{', '.join(wrong)} came with another content than expected; fetch it again")
-            writing.rename(entry)
+            publish(writing, entry, is_on_disk=True)  # what is read is compared with its list again
         finally:
             shutil.rmtree(writing, ignore_errors=True)
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove the least recently used entries that no process uses, until there is room."""
-        for removed in self.directory.glob(f"{_REMOVED}*"):
+        for removed in self.directory.glob(f"{REMOVED}*"):
             shutil.rmtree(removed)
         for leftover in self.directory.glob(f"{WRITING}*.*"):
             self._if_free([f"{leftover.name.removeprefix(WRITING).rpartition('.')[0]}.fetch"], leftover)
@@ -211,28 +210,19 @@ class NodeCache:
 
     def _if_free(self, locks: Sequence[str], folder: Path) -> bool:
         """Remove a folder if no process holds one of its locks; return whether it was removed."""
-        descriptors: list[int] = []
-        try:
-            for lock in locks:
-                descriptors.append(self.open_lock(lock))
-                fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove(folder)
-        except BlockingIOError:
-            return False
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        with ExitStack() as held:
+            try:
+                for name in locks:
+                    held.enter_context(locked(self.lock_path(name), waits=False))
+            except BlockingIOError:
+                return False
+            if folder.exists():
+                remove_folder(folder)
         return True
 
-    def _remove(self, folder: Path) -> None:
-        if folder.exists():
-            removed = self.directory / f"{_REMOVED}{folder.name}"
-            folder.rename(removed)  # first, so that half an entry does not keep its name
-            shutil.rmtree(removed)
-
     def _last_use(self, entry: Path) -> float:
-        lock = self._lock_path(f"{entry.name}.use")
-        return lock.stat().st_mtime if lock.exists() else 0.0
+        path = self.lock_path(f"{entry.name}.use")
+        return path.stat().st_mtime if path.exists() else 0.0
 
     def _size(self, folder: Path) -> int:
         """Return the bytes of an entry, or the bytes reserved for one that is being fetched."""
@@ -241,20 +231,8 @@ class NodeCache:
             return int(reserved)
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
-    @contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        descriptor = self.open_lock(name)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def open_lock(self, name: str) -> int:
-        """Open the file of a lock, which ``fcntl.flock`` takes; the caller closes it."""
-        return os.open(self._lock_path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def _lock_path(self, name: str) -> Path:
+    def lock_path(self, name: str) -> Path:
+        """Return the file of a lock."""
         return self.directory / _LOCKS / name
 
 

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._private.state import state  # no public function says which nodes drain; Ray Data reads them here too
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, as the next module is generated
+from ray.actor import ActorHandle
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus  # type: ignore[attr-defined]
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -221,12 +223,12 @@ def _cluster_status() -> GetClusterStatusReply:
 def _nodes(status: GetClusterStatusReply, *, free: bool) -> list[Node]:
     """Return the nodes that are up, with their free resources or with all."""
     found = []
-    for state in status.cluster_resource_state.node_states:
-        if state.status not in (NodeStatus.DEAD, NodeStatus.DRAINING):
-            has = state.available_resources if free else state.total_resources
-            name = f"{state.node_ip_address} ({state.node_id.hex()[:6]})"
-            node_id = state.node_id.hex()
-            found.append(Node(name, has.get("CPU", 0.0), has.get("GPU", 0.0), dict(state.labels), node_id))
+    for node in status.cluster_resource_state.node_states:
+        if node.status not in (NodeStatus.DEAD, NodeStatus.DRAINING):
+            has = node.available_resources if free else node.total_resources
+            name = f"{node.node_ip_address} ({node.node_id.hex()[:6]})"
+            node_id = node.node_id.hex()
+            found.append(Node(name, has.get("CPU", 0.0), has.get("GPU", 0.0), dict(node.labels), node_id))
     return found
 
 
@@ -235,3 +237,22 @@ def _may_grow(status: GetClusterStatusReply, group: PlacementGroup) -> bool:
     answer = status.autoscaling_state
     refused = [request.details for request in answer.infeasible_gang_resource_requests]
     return bool(answer.autoscaler_state_version) and not any(group.id.hex() in details for details in refused)
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that Ray takes back: idle nodes, and nodes that are about to be lost."""
+    return set(state.get_draining_nodes())
+
+
+def num_without_room(actors: Iterable[ActorHandle[Any]]) -> int:
+    """Return how many of these actors wait for a worker process, because Ray has no room for them yet."""
+    infos = [state.actor_table(actor._actor_id.hex()) for actor in actors]
+    # Ray's table has no actor that the head does not know yet: handles come before the registration.
+    # A waiting actor already has an address, of the raylet that queues it.
+    return sum(info["State"] == "PENDING_CREATION" and not info["Pid"] for info in infos if info)
+
+
+def free_resources() -> str:
+    """Return the CPUs and GPUs that no actor reserves: ``0.5 of 4 CPU, 0 of 2 GPU``."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name}" for name in ("CPU", "GPU"))

@@ -30,13 +30,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
-from ragr1_actors.core.files import WRITING, is_no_room
+from ragr1_actors.core.files import WRITING, is_no_room, validated
 from ragr1_actors.core.folders import AnyFolder
 
 SMALL_BYTES = 256 * 2**20
@@ -185,7 +185,7 @@ class Storage:
 
     def find(self, name: str) -> Artifact | None:
         """Return the folder of that name, such as ``checkpoints/step_10``; None if it is missing or incomplete."""
-        listing = self._read_as(_LISTING, f"{name}.json")
+        listing = self._read_as(Listing, f"{name}.json")
         if listing is None:
             return None
         return Artifact(listing.files, self.at(name), storage=self, prefix=listing.folder)
@@ -217,7 +217,7 @@ class Storage:
             UserError: a file is missing.
         """
         parts = [name for name in self.names(writer.prefix) if name.endswith(_PART_SUFFIX)]
-        delivered = {file.name: file for part in parts for file in self._read_as(_FILES, part) or ()}
+        delivered = {file.name: file for part in parts for file in self._read_as(list[FileContent], part) or ()}
         if missing := [name for name in files if name not in delivered]:
             raise UserError(f"{self.at(writer.prefix)} lacks {missing[0]}; what was stored before is whole")
         found = Artifact(tuple(sorted(delivered.values())), self.at(writer.name), storage=self, prefix=writer.prefix)
@@ -237,13 +237,10 @@ class Storage:
             self._try("write", name, partial(self._fill, name, partial(_copy, folder / file.name)))
         self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
 
-    def _read_as(self, kind: TypeAdapter[T], name: str) -> T | None:
+    def _read_as(self, kind: type[T], name: str) -> T | None:
         """Read an object of JSON; None if there is none, ``DataError`` if it is damaged."""
         content = self.read(name)
-        try:
-            return None if content is None else kind.validate_json(content)
-        except (ValidationError, DataError) as error:
-            raise DataError(f"{self.at(name)} is damaged ({one_line(error, 120)}); delete it") from error
+        return None if content is None else validated(kind, content, self.at(name), "delete it")
 
     # -- one call ------------------------------------------------------------------------------------------------------
 
@@ -429,7 +426,7 @@ class Artifact:
     @classmethod
     def of(cls, reference: str) -> Artifact:
         """Return the folder of a ``reference``."""
-        found = _REFERENCE.validate_json(reference)
+        found = validated(Reference, reference.encode(), "a reference")
         return cls(found.listing.files, found.name, found.path, Storage(found.uri), found.listing.folder)
 
     def _download(self, folder: Path) -> None:

@@ -12,11 +12,10 @@ build continues with the missing steps when it is started again with the same pa
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -26,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, valid_unicode
-from ragr1_actors.core.files import WRITING, fingerprint_file, read_json_as, sync, sync_tree, write_file, write_json
+from ragr1_actors.core.files import (
+    WRITING,
+    fingerprint_file,
+    held_alone,
+    publish,
+    read_json_as,
+    write_file,
+    write_json,
+)
 from ragr1_actors.core.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
@@ -259,7 +266,7 @@ class _Build:
         if not folder.is_dir():
             partial = folder.with_suffix(_PARTIAL)
             shutil.rmtree(partial, ignore_errors=True)
-            _publish(make_static_encoder(partial, map(passage_text, corpus), seed=self.arguments.seed), folder)
+            publish(make_static_encoder(partial, map(passage_text, corpus), seed=self.arguments.seed), folder)
         return self._load(str(folder))
 
     def _build_shards(self, corpus: Corpus, encoder: Encoder) -> None:
@@ -287,7 +294,7 @@ class _Build:
                 partial = path.with_name(f"{path.name}{_PARTIAL}")
                 index = VectorIndex.build(vectors, encoder.dimension, vector_type, count=len(rows), options=options)
                 index.save(partial)
-                _publish(partial, path)
+                publish(partial, path)
                 advance(1)
 
     def _build_bm25(self, corpus: Corpus) -> None:
@@ -299,7 +306,7 @@ class _Build:
         partial = folder.with_suffix(_PARTIAL)
         with bar("indexing words", len(corpus), hidden=not self.progress) as advance:
             build_bm25(map(bm25_text, counted(corpus, advance)), partial)
-        _publish(partial / BM25_FOLDER, folder)
+        publish(partial / BM25_FOLDER, folder)
         partial.rmdir()
 
     def _describe(self, count: int, encoder: Encoder | None) -> Manifest:
@@ -384,13 +391,6 @@ def _texts(passage: Passage) -> tuple[str, str, str]:
     return valid_unicode(passage.id), valid_unicode(passage.title), valid_unicode(passage.text)
 
 
-def _publish(partial: Path, final: Path) -> None:
-    """Rename a file or a folder to its final name once all of it is on disk."""
-    sync_tree(partial)
-    partial.replace(final)
-    sync(final.parent)
-
-
 def building_dir(out_dir: str | Path) -> Path:
     """Return the directory in which ``out_dir`` is built, beside it: a rename is atomic within one file system only.
 
@@ -431,8 +431,12 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
     directory = building_dir(out_dir)
     out_dir = Path(os.path.realpath(out_dir))  # a directory cannot be renamed to a symbolic link
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / _LOCK_FILE).open("a") as lock:
-        _lock(lock.fileno(), directory, out_dir)
+    taken = DataError(f"another process builds {out_dir}; wait for it or choose another directory")
+    with ExitStack() as held:
+        try:
+            held.enter_context(held_alone(directory / _LOCK_FILE, taken))
+        except FileNotFoundError as error:
+            raise DataError(f"another process has just built {out_dir}; choose another directory") from error
         is_begun = not restart and _is_begun(directory, arguments)
         try:
             check_free(out_dir)
@@ -441,7 +445,7 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
             else:
                 _begin(directory, arguments)
             yield directory
-            _publish(directory, out_dir)
+            publish(directory, out_dir)
         except BaseException as error:
             is_refused = isinstance(error, UserError)
             if not _has_costly_work(directory) and (is_refused or not (directory / CORPUS_FILE).is_file()):
@@ -449,17 +453,6 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
             raise
         for name in (ARGUMENTS_FILE, _LOCK_FILE):
             (out_dir / name).unlink()
-
-
-def _lock(descriptor: int, directory: Path, out_dir: Path) -> None:
-    """Take the lock, which the system releases when the process ends."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(descriptor), (directory / _LOCK_FILE).stat())
-    except (BlockingIOError, FileNotFoundError) as error:
-        raise DataError(f"another process builds {out_dir}; wait for it or choose another directory") from error
-    if not is_there:
-        raise DataError(f"another process has just built {out_dir}; choose another directory")
 
 
 def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:

@@ -6,13 +6,13 @@ are per number of a vector: a scan is linear in these. A GPU is taken at its mem
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.files import read_json
 from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
 
 PASSAGE_BYTES = 650
@@ -64,7 +64,7 @@ class EncoderShape:
             return cls(*ENCODERS[name])
         path = Path(name) / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
             width, layers, inner = (config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
             embeddings = (config["vocab_size"] + config["max_position_embeddings"] + 2) * width
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -62,7 +62,7 @@ def run_on_cluster(script: str, *arguments: object) -> str:
 def test_actors_without_room_are_counted() -> None:
     script = """
     from types import SimpleNamespace
-    from cluster.nodes import draining_nodes, free_resources, num_without_room
+    from cluster.placement import draining_nodes, free_resources, num_without_room
     cluster.add_node(num_cpus=1, **store)
     class Thing:
         def ping(self): return None
@@ -84,7 +84,7 @@ def test_actors_without_room_are_counted() -> None:
 def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path) -> None:
     make_tiny_policy(tmp_path, [" Riga"], seed=0, vocab_size=400, hidden_size=32, num_layers=2, num_heads=2)
     script = """
-    from cluster.nodes import draining_nodes
+    from cluster.placement import draining_nodes
     from fakes import OnePassage
     from fleet_world import drain as collect_all, request
     from test_rollout_scaling import make_config

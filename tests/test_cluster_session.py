@@ -15,8 +15,8 @@ import ray
 from processes import run_python
 from small_world import ended, invoke, wait_for
 
-from cluster.leftovers import processes_of
 from cluster.session import ray_session
+from cluster.session_watcher import processes_of
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.interrupts import InterruptGuard, TerminationError
 
@@ -103,7 +103,7 @@ LATE = """
 import os, ray
 from pathlib import Path
 from ray._private import services
-from cluster.leftovers import processes_of
+from cluster.session_watcher import processes_of
 from cluster.session import ray_session
 find, first = services.get_node, set()
 def late(address, node_id):
@@ -197,7 +197,7 @@ leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import os, signal, sys, time
 from contextlib import suppress
 from pathlib import Path
-from cluster.leftovers import processes_of
+from cluster.session_watcher import processes_of
 from cluster.session import ray_session
 class Actor:
     pass
@@ -213,7 +213,7 @@ with ray_session():
         watchers = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
-                if f"leftovers.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes():
+                if f"session_watcher.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes():
                     watchers.append(int(entry.name))
         assert len(watchers) == 1
         os.kill(watchers[0], signal.SIGKILL)

@@ -32,7 +32,7 @@ from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
-from ragr1_actors.core.mcp_settings import McpServer
+from ragr1_actors.core.service_settings import McpServer
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.planning.services import check_services
@@ -296,7 +296,7 @@ async def test_a_closed_session_leaves_no_process_behind() -> None:
 KILLED = """
     import asyncio, sys
     from envs.tools.mcp import McpClient
-    from ragr1_actors.core.mcp_settings import McpServer
+    from ragr1_actors.core.service_settings import McpServer
 
     async def main():
         client = McpClient("world", McpServer(command=sys.argv[1:]))

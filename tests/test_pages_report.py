@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.errors import DataError, RunDirectoryError
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.pages.report import charts, facts
 from ragr1_actors.pages.report.charts import Chart, draw, draw_evaluations, draw_fleet, mark_alarms
@@ -321,7 +321,7 @@ def test_starts(tmp_path: Path) -> None:
         file.write('{"time_s": 1')  # a crash
     assert [one.host for one in read_starts(tmp_path)] == [found.host, "other"]
     (tmp_path / STARTS_FILE).write_text("{}\n")
-    with pytest.raises(RunDirectoryError, match=r"starts\.jsonl: a line is damaged"):
+    with pytest.raises(DataError, match=r"starts\.jsonl, line \d+ is damaged: .*; delete the file"):
         read_starts(tmp_path)
 
 

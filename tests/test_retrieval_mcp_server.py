@@ -24,7 +24,7 @@ from waits import until
 
 from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.mcp_settings import McpServer
+from ragr1_actors.core.service_settings import McpServer
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.http.mcp_server import McpEndpoint

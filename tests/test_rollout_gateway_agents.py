@@ -19,8 +19,8 @@ from gateway_world import TASK, Client, GrowingScripts, play
 from tool_templates import write_tool_family
 from waits import until
 
-from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import Completion, StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway import agent_kinds, attempt

@@ -28,7 +28,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory, only_process_in, open_run_directory
+from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
 from ragr1_actors.training.stages import TrainingRun
@@ -278,8 +278,8 @@ def test_nothing_else_is_printed_about_weights_of_other_shapes(run_dir: Path) ->
 
 HOLD = """
 import subprocess, sys
-from ragr1_actors.runs.run_directory import only_process_in
-with only_process_in(sys.argv[1]):
+from ragr1_actors.runs.store import RunStore
+with RunStore(sys.argv[1]).held():
     print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
     sys.stdin.read()
 """
@@ -300,11 +300,11 @@ def test_one_process_works_in_a_run_and_a_killed_one_does_not_hold_it(
     ) as holds:
         assert holds.stdout is not None
         child = int(holds.stdout.readline())
-        with pytest.raises(RunDirectoryError, match=f"^another process works in {run}; "), only_process_in(run):
+        with pytest.raises(RunDirectoryError, match=f"^another process works in {run}; "), RunStore(run).held():
             pass
         holds.kill()
     try:
-        with only_process_in(run):
+        with RunStore(run).held():
             pass
     finally:
         os.kill(child, signal.SIGKILL)

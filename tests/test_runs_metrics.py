@@ -12,7 +12,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.util.tensor_util import make_ndarray
 
-from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, mean_over, read_metrics
@@ -121,7 +121,7 @@ def test_files_that_are_not_there_or_broken(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no"):
         read_metrics(tmp_path / "absent")
     (tmp_path / "metrics.jsonl").write_text("{broken\n{}\n")
-    with pytest.raises(RunDirectoryError, match="line 1"):
+    with pytest.raises(DataError, match="line 1"):
         read_metrics(tmp_path)
 
 

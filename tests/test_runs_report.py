@@ -10,7 +10,7 @@ import pytest
 from processes import run_python
 from rich.console import Console
 
-from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.runs.report import (
     EvalResult,
     RunReport,
@@ -63,10 +63,10 @@ def test_report_that_is_not_there_or_broken(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"holds no report\.json"):
         read_report(tmp_path)
     (tmp_path / "report.json").write_text("{")
-    with pytest.raises(RunDirectoryError, match="delete the file, and --resume writes it again"):
+    with pytest.raises(DataError, match="delete the file, and --resume writes it again"):
         read_report(tmp_path)
     (tmp_path / "report.json").write_text('{"stages": [], "peak_rss_bytes": 1}')
-    with pytest.raises(RunDirectoryError, match="wall_s"):
+    with pytest.raises(DataError, match="wall_s"):
         read_report(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_a_file_of_another_evaluation_is_refused_and_left_alone(tmp_path: Path) 
     with pytest.raises(DataError, match=r"of another evaluation \(digest '0f' there, '1e' here\); name another --out"):
         open_scores(path, replace(SETTINGS, digest="1e"))
     path.write_bytes(before + b"{}\n")
-    with pytest.raises(DataError, match=r"out\.jsonl, line 3: no line of"):
+    with pytest.raises(DataError, match=r"out\.jsonl, line 3 is damaged: .*; name a file of"):
         open_scores(path, SETTINGS)
     assert path.read_bytes() == before + b"{}\n"
     with pytest.raises(DataError, match="no results file"):

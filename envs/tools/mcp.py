@@ -25,16 +25,15 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
-from pydantic import ValidationError
-
 from envs.base import EnvContext
 from envs.call_grammars import ToolSchema
 from envs.options import ToolOptions
 from envs.tools.base import FunctionTool, Tool, make_tools
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.credentials import is_token
-from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError, first_problem, nearest, one_line, shortened
-from ragr1_actors.core.mcp_settings import McpServer
+from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError, nearest, one_line, shortened
+from ragr1_actors.core.files import first_problem
+from ragr1_actors.core.service_settings import McpServer
 from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import DefuseFn
 
@@ -256,7 +255,7 @@ class _Session:
             if error.code == CONNECTION_CLOSED or self._status == _FORGOTTEN:
                 self.close()
             raise ServiceError(f"{tool}: {self._said(error)}") from error
-        except (ValidationError, RuntimeError) as error:  # the result breaks the protocol or the server's schema
+        except (ValueError, RuntimeError) as error:  # the result breaks the protocol or the server's schema
             raise ServiceError(f"{tool}: {self._said(error)}") from error
         self._answered_s = now()
         return result
@@ -320,8 +319,8 @@ class _Session:
             _warn(f"{where} lists other tools than before the run ({note})")
 
     async def _note(self, message: object) -> None:
-        if isinstance(message, ValidationError):  # the line is not a message
-            self._odd_output = self._odd_output or str(first_problem(message)[1])
+        if problem := first_problem(message):  # the line is not a message
+            self._odd_output = self._odd_output or str(problem[1])
 
     async def _limit_end(self, request: Any) -> None:
         if request.method == "DELETE":  # the end of a session, whose answer the SDK would wait for without a limit
@@ -337,9 +336,8 @@ class _Session:
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
             said = f"no answer within {self._server.timeout_s:g} s"
-        elif isinstance(error, ValidationError):
-            key, _, problem = first_problem(error)
-            said = f"its answer cannot be read: {key}: {problem}"
+        elif problem := first_problem(error):
+            said = f"its answer cannot be read: {problem[0]}: {problem[2]}"
         else:
             said = one_line(error, _MAX_QUOTED)
         odd = f"it printed {shortened(self._odd_output)!r}, which is no message" if self._odd_output else ""

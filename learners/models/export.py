@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
+from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_files import is_weight
 
 if TYPE_CHECKING:  # imports peft
@@ -85,7 +86,7 @@ class PolicyCopy:
             is_copied = file.name != LIST_FILE and not is_weight(file.name)
             if file.is_file() and is_copied and file.resolve().parent != directory.resolve():
                 shutil.copyfile(file, directory / file.name)
-        config = json.loads((self.source / "config.json").read_text(encoding="utf-8"))
+        config = read_json(self.source / "config.json")
         config["dtype"] = self.dtype  # transformers loads in this dtype by default
         (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         save_file(self.tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import json
 import shlex
 import sys
 import time
@@ -45,6 +44,7 @@ from ragr1_actors.cli import (
 )
 from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
+from ragr1_actors.core.files import read_json
 from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
@@ -301,7 +301,7 @@ def report(
         return
     found = read_report(store.path)
     if as_json:
-        print_json(json.loads((store.path / REPORT_JSON).read_text(encoding="utf-8")))
+        print_json(read_json(store.path / REPORT_JSON))
     else:
         console.print(render_table(found))
 

@@ -22,9 +22,8 @@ from pydantic import (
     field_validator,
 )
 
-from ragr1_actors.core.agent_settings import AgentSettings, named_function
-from ragr1_actors.core.mcp_settings import McpServer
 from ragr1_actors.core.section import LabelSelector, Section
+from ragr1_actors.core.service_settings import AgentSettings, McpServer, named_function
 
 DEFAULT_PROMPT = (
     "Answer the question below. Reason inside <think> and </think> whenever you learn something new. If a fact is "

@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # so that envs and retrieval do not load pydantic for this module
-    from pydantic import ValidationError
 
 
 class RagR1Error(Exception):
@@ -99,12 +95,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
-
-
-def first_problem(error: ValidationError) -> tuple[str, Any, str]:
-    """Return the first key that pydantic refused, such as ``training.lr``, the value it got, and what is wrong."""
-    first = error.errors()[0]
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "model_type":  # pydantic names our class, which is no word of a recipe
-        message = "expected keys with values, such as {key: value}"
-    return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"

@@ -1,12 +1,14 @@
-"""Files and folders that are whole or absent, JSON and safetensors, and data files told by their first bytes."""
+"""Files and folders: whole or absent, locked, JSON and safetensors, and data files told by their first bytes."""
 
 from __future__ import annotations
 
 import bz2
 import errno
+import fcntl
 import gzip
 import hashlib
 import json
+import logging
 import lzma
 import math
 import os
@@ -16,10 +18,11 @@ import shutil
 import socket
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ragr1_actors.core.errors import DataError, first_problem, one_line
+from ragr1_actors.core.errors import DataError, UserError, one_line, shortened
 
 POLICY_FOLDER = "policy"
 """In a checkpoint: the policy as a Hugging Face folder."""
@@ -41,8 +44,11 @@ LEARNER_PREFIX = "learner"
 """With what the names of ``learner_files`` begin."""
 WRITING = ".writing_"
 """Prefix of files and folders that are being written, or were left by a crash: never read."""
+REMOVED, REPLACED = ".removed_", ".replaced_"
+"""Prefixes of folders that are being removed, and that another takes the place of."""
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _WHOLE_UP_TO = 64 * 2**20
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
@@ -60,11 +66,22 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
     writing = final.with_name(f"{WRITING}{secrets.token_hex(4)}_{final.name}")
     try:
         write(writing)
-        sync(writing)
-        writing.replace(final)
-        sync(final.parent)
+        publish(writing, final)
     finally:
         writing.unlink(missing_ok=True)
+
+
+def publish(writing: Path, final: Path, *, is_on_disk: bool = False) -> Path:
+    """Give a whole file or folder its final name, and return it; a file, or an empty folder, of that name is replaced.
+
+    Nobody sees the name before the content is on disk; with ``is_on_disk`` that is not waited for.
+    """
+    if not is_on_disk:
+        sync_tree(writing)
+    writing.replace(final)
+    if not is_on_disk:
+        sync(final.parent)
+    return final
 
 
 def write_folder(final: Path, write: Callable[[Path], None], files: Collection[str]) -> None:
@@ -73,21 +90,125 @@ def write_folder(final: Path, write: Callable[[Path], None], files: Collection[s
     Raises:
         DataError: ``write`` did not write one of ``files`` where this process sees it; ``final`` does not change.
     """
-    writing = final.with_name(f"{WRITING}{final.name}")
-    shutil.rmtree(writing, ignore_errors=True)  # of an earlier process that was killed
     try:
-        writing.mkdir(parents=True)
-        write(writing)
-        if missing := [name for name in files if not (writing / name).is_file()]:
-            raise DataError(
-                f"{final} was written without {', '.join(missing)}; if another node wrote it, put it on a file system "
-                "that all nodes share"
-            )
-        sync_tree(writing)
-        shutil.rmtree(final, ignore_errors=True)
-        writing.rename(final)
+        write(begin_folder(final))
+        finish_folder(final, files)
     finally:
-        shutil.rmtree(writing, ignore_errors=True)
+        settle_folder(final)
+
+
+def begin_folder(final: Path) -> Path:
+    """Return an empty folder beside ``final``, which gets this name by ``finish_folder``; others may write in it."""
+    settle_folder(final)
+    writing = final.with_name(f"{WRITING}{final.name}")
+    writing.mkdir(parents=True)
+    return writing
+
+
+def finish_folder(final: Path, files: Collection[str]) -> None:
+    """Give the folder that was begun its name once it is on disk; another of that name is replaced.
+
+    Raises:
+        DataError: one of ``files`` is not in it where this process sees it; ``final`` does not change.
+    """
+    writing = final.with_name(f"{WRITING}{final.name}")
+    if missing := [name for name in files if not (writing / name).is_file()]:
+        raise DataError(
+            f"{final} was written without {', '.join(missing)}; if another node wrote it, put it on a file system "
+            "that all nodes share, or --run-dir on a storage such as s3://bucket/runs/mine"
+        )
+    if final.exists():  # a rename cannot replace a folder with content
+        sync_tree(writing)
+        publish(final, _replaced(final), is_on_disk=True)
+    publish(writing, final)
+    settle_folder(final)
+
+
+def settle_folder(final: Path) -> None:
+    """Remove what was begun of a folder, and end what a crash left between the renames of ``finish_folder``."""
+    for left in (final.with_name(f"{prefix}{final.name}") for prefix in (WRITING, REMOVED)):
+        if left.is_symlink():
+            left.unlink()
+        shutil.rmtree(left, ignore_errors=True)
+    if final.exists():
+        shutil.rmtree(_replaced(final), ignore_errors=True)
+    elif _replaced(final).exists():
+        publish(_replaced(final), final, is_on_disk=True)
+
+
+def settle_folders(directory: Path) -> None:
+    """Settle every folder of a directory."""
+    for prefix in (WRITING, REMOVED, REPLACED):
+        for left in directory.glob(f"{prefix}*"):
+            settle_folder(directory / left.name.removeprefix(prefix))
+
+
+def find_folder(final: Path) -> Path | None:
+    """Return a whole folder; after a crash between the renames of ``finish_folder`` the one that was replaced."""
+    return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, its name first: half a folder must not keep it."""
+    removed = publish(folder, folder.with_name(f"{REMOVED}{folder.name}"), is_on_disk=True)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{REPLACED}{final.name}")
+
+
+def lock(path: Path, *, is_folder: bool = False, is_shared: bool = False, waits: bool = False) -> int:
+    """Lock a file, which is made if it is missing, or a folder; return the descriptor that holds it until it is closed.
+
+    The kernel's lock ends with the process, however that ends; a child that inherits the descriptor holds it, too.
+    ``filelock`` locks no folder, has no shared lock but by a database, and gives away no descriptor.
+
+    Raises:
+        BlockingIOError: another descriptor holds it, and ``waits`` is false.
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW if is_folder else os.O_RDWR | os.O_CREAT
+    while True:
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder has removed or renamed it
+
+
+@contextmanager
+def locked(path: Path, *, is_folder: bool = False, waits: bool = True) -> Iterator[None]:
+    """Hold what ``lock`` locks while the block runs; raises what it raises."""
+    descriptor = lock(path, is_folder=is_folder, waits=waits)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def held_alone(path: Path, taken: UserError, *, is_folder: bool = False) -> Iterator[None]:
+    """Hold what ``lock`` locks while the block runs; a file system without locks is only warned of.
+
+    Raises:
+        UserError: ``taken``, if another process holds it.
+        OSError: it cannot be opened.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(path, is_folder=is_folder, waits=False))
+        except BlockingIOError as error:
+            raise taken from error
+        except OSError as error:
+            if error.filename is not None:  # it cannot be opened
+                raise
+            logger.warning("%s cannot be locked (%s): start one process only", path, error.strerror)
+        yield
 
 
 def check_seen(name: str | Path) -> None:
@@ -186,7 +307,7 @@ class Tensors(Mapping[str, NDArray[Any]]):
 
 
 _RANK = re.compile(r".+_\d+")
-_PARTS = TypeAdapter(dict[str, tuple[int, tuple[int, ...]]])
+_Places = dict[str, tuple[int, tuple[int, ...]]]
 """Of the tensors in a file that are not whole: index of the first element, and the whole shape."""
 
 
@@ -199,7 +320,7 @@ def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None
         OSError: the file cannot be written, such as ``ENOSPC``.
     """
     tensors: dict[str, NDArray[Any]] = {}
-    places: dict[str, tuple[int, tuple[int, ...]]] = {}
+    places: _Places = {}
     for name, part in parts.items():
         values = np.ascontiguousarray(part.values)
         if values.size == math.prod(part.shape):
@@ -207,7 +328,7 @@ def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None
         else:
             tensors[name], places[name] = values, (part.start, part.shape)
     try:
-        save_file(tensors, path, metadata={"parts": _PARTS.dump_json(places).decode(), "source": source})
+        save_file(tensors, path, metadata={"parts": json.dumps(places), "source": source})
     except SafetensorError as error:
         raise OSError(error_number(error), str(error), str(path)) from error
 
@@ -229,7 +350,7 @@ def read_learner(path: Path) -> Tensors:
         if len(sources) > 1:
             raise DataError(f"{' and '.join(sources.values())} are of different checkpoints")
         return Tensors(found)
-    except ValueError as error:  # a DataError, or of pydantic
+    except DataError as error:
         raise DataError(f"{path.parent} is damaged: {error}") from error
 
 
@@ -238,7 +359,7 @@ def _read_parts(file: Path) -> tuple[dict[str, Part], str]:
     tensors = read_tensors(file)
     with safe_open(file, framework="np") as opened:
         metadata = opened.metadata() or {}
-    places = _PARTS.validate_json(metadata.get("parts", "{}"))
+    places = validated(_Places, metadata.get("parts", "{}").encode(), str(file))
     parts = {name: Part(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
     return parts, metadata.get("source", "")
 
@@ -345,26 +466,71 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; ``DataError`` if it is missing or is not JSON."""
+def read_json(path: Path, remedy: str = "") -> Any:
+    """Read a JSON file; ``DataError`` if it is missing or is not JSON. ``remedy`` ends its message: what to do."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+        raise DataError(f"{path} cannot be read: {error}{remedy and f'; {remedy}'}") from error
 
 
-def read_json_as(kind: type[T], path: Path) -> T:
+def read_json_as(kind: type[T], path: Path, remedy: str = "") -> T:
     """Read a JSON file as a dataclass or pydantic model; ``DataError`` as of ``read_json`` and ``validated``."""
-    return validated(kind, read_json(path), str(path))
+    return validated(kind, read_json(path, remedy), str(path), remedy)
 
 
-def validated(kind: type[T], value: Any, where: str) -> T:
-    """Return ``value``, read from the file ``where``, as a dataclass or model; ``DataError`` on the first wrong key."""
+def read_json_lines(kind: type[T], path: Path, remedy: str) -> list[T]:
+    """Read the lines of a file of JSON lines, but one that a crash cut off; ``remedy`` says what to do with a bad line.
+
+    Raises:
+        DataError: a line is no ``kind``; the message has its number.
+    """
+    found = []
+    # the text after the last newline is empty or cut off
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        found.append(validated(kind, line, f"{path}, line {number}", remedy))
+    return found
+
+
+def validated(kind: type[T], value: Any, where: str, remedy: str = "") -> T:
+    """Return what ``checked`` does, read from the file ``where``; ``DataError`` on the first wrong key."""
+
+    def refuse(name: str, got: Any, problem: str) -> DataError:
+        what = f"{name}: {problem}, got {shortened(repr(got))}" if name else problem
+        return DataError(f"{where} is damaged: {what}{remedy and f'; {remedy}'}")
+
+    return checked(kind, value, refuse)
+
+
+def checked(kind: type[T], value: Any, refuse: Callable[[str, Any, str], Exception]) -> T:
+    """Return a value, or what JSON in UTF-8 says (``bytes``), as a dataclass, a model or a collection of these.
+
+    Raises:
+        Exception: what ``refuse`` makes of the first wrong key (empty if it is the whole), its value and what is wrong.
+    """
+    adapter: TypeAdapter[T] = _adapter(cast(Any, kind))
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return adapter.validate_json(value) if isinstance(value, bytes) else adapter.validate_python(value)
     except ValidationError as error:
-        name, _, problem = first_problem(error)
-        raise DataError(f"{where} is damaged: {name or 'the whole file'}: {problem}") from error
+        problem = first_problem(error)
+        assert problem is not None
+        raise refuse(*problem) from error
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def first_problem(error: object) -> tuple[str, Any, str] | None:
+    """Return what ``checked`` tells of pydantic's error, which a library may raise, too; None of anything else."""
+    if not isinstance(error, ValidationError):
+        return None
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":  # pydantic names our class, which is no word of a recipe
+        message = "expected keys with values, such as {key: value}"
+    return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"
 
 
 def error_number(error: OSError | SafetensorError) -> int:

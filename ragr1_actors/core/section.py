@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from ragr1_actors.core.errors import ConfigError, first_problem, nearest
+from ragr1_actors.core.errors import ConfigError, nearest
+from ragr1_actors.core.files import checked
 
 _LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
@@ -79,8 +80,8 @@ class Section(BaseModel):
     def read(cls, options: Mapping[str, Any], key: str) -> Self:
         """Check a mapping under ``key``, such as ``retrieval.options``; ``ConfigError`` on a wrong name or value."""
         cls.check_keys(options, key)
-        try:
-            return cls.model_validate(dict(options))
-        except ValidationError as error:
-            name, found, problem = first_problem(error)
-            raise ConfigError(f"{key}.{name}: got {found!r}; {problem}") from error
+
+        def refuse(name: str, got: Any, problem: str) -> ConfigError:
+            return ConfigError(f"{key}.{name}: got {got!r}; {problem}")
+
+        return checked(cls, dict(options), refuse)

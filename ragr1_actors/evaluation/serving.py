@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.http import HttpServer, Limits, check_token, has_token, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
@@ -46,9 +46,9 @@ from ragr1_actors.rollout.gateway.messages import (
     ApiError,
     ChatRequest,
     Reply,
+    checked_as,
     context_is_full,
     in_front,
-    refused,
     visible,
 )
 from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, error_answer, models
@@ -114,10 +114,7 @@ class ServedPolicy(EnvRunner):
 
     def _generate(self, request: ChatRequest) -> GenerateFn:
         """Return the engine's ``generate`` with the sampling of a request."""
-        try:
-            wanted = _Wanted.model_validate(request.overridden)
-        except ValidationError as error:
-            raise refused(error) from None
+        wanted = checked_as(_Wanted, request.overridden)
         given: dict[str, Any] = {name: value for name, value in wanted if value is not None}
 
         def generate(

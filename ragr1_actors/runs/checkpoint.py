@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files, write_list
-from ragr1_actors.core.errors import DataError, UserError, first_problem
-from ragr1_actors.core.files import error_number, is_no_room, read_json_as, write_json
+from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.core.files import error_number, is_no_room, read_json_as, validated, write_json
 from ragr1_actors.core.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.layout import CHECKPOINTS
@@ -246,15 +246,8 @@ class _Score:
 def _read_score(content: bytes, metric: str, where: str) -> float | None:
     """Return the value in ``score.json`` of the checkpoint ``where``; None if it is of another metric, or damaged."""
     try:
-        found = _SCORE.validate_json(content)
-    except ValidationError as error:  # no reason to end a run
-        name, _, problem = first_problem(error)
-        logger.warning(
-            "%s/%s is damaged: %s: %s; %s does not count as the best checkpoint",
-            *(where, SCORE_FILE, name or "the whole file", problem, where.rpartition("/")[2]),
-        )
+        found = validated(_Score, content, f"{where}/{SCORE_FILE}")
+    except DataError as error:  # no reason to end a run
+        logger.warning("%s; %s does not count as the best checkpoint", error, where.rpartition("/")[2])
         return None
     return found.value if found.metric == metric else None
-
-
-_SCORE = TypeAdapter(_Score)

@@ -33,7 +33,7 @@ def this_machine() -> str:
 
 
 class Lease:
-    """The lease of this process; two processes of one machine are kept apart by a lock, see ``only_process_in``."""
+    """The lease of this process; two processes of one machine are kept apart by a lock, see ``RunStore.held``."""
 
     def __init__(self, storage: Storage, interval_s: float) -> None:
         """Prepare the lease at ``storage``, which the caller renews every ``interval_s``."""

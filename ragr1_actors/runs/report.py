@@ -113,7 +113,7 @@ def write_report(run_dir: Path, report: RunReport) -> None:
 
 
 def read_report(run_dir: Path) -> RunReport:
-    """Read ``report.json`` of a run; ``RunDirectoryError`` if there is none, as before its end, or it is damaged."""
+    """Read ``report.json`` of a run; ``RunDirectoryError`` if there is none yet, ``DataError`` if it is damaged."""
     path = run_dir / REPORT_JSON
     if not path.is_file():
         raise RunDirectoryError(
@@ -121,12 +121,9 @@ def read_report(run_dir: Path) -> RunReport:
             f"finish it with {advised('train', 'RECIPE', '--run-dir', str(run_dir), '--resume')} unless it still runs"
         )
     again = "delete the file, and --resume writes it again"
-    try:
-        report = read_json_as(RunReport, path)
-    except DataError as error:
-        raise RunDirectoryError(f"{error}; {again}") from error
+    report = read_json_as(RunReport, path, again)
     if not report.stages:
-        raise RunDirectoryError(f"{path} is damaged: it has no stages; {again}")
+        raise DataError(f"{path} is damaged: it has no stages; {again}")
     return report
 
 

@@ -5,9 +5,6 @@ Imports neither torch nor Ray at the top, so that the command line reports a wro
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     import ray
 
 CONFIG_FILE = "config.yaml"
-logger = logging.getLogger(__name__)
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
 """What a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
@@ -240,24 +236,6 @@ def _read_sections(store: RunStore) -> Any:
         ) from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:  # ValueError: not UTF-8, or an impossible date
         raise RunDirectoryError(f"{path} is damaged ({one_line(error)}); {_RESTORE_FILE}") from error
-
-
-@contextmanager
-def only_process_in(run_dir: Path | RunStore) -> Iterator[None]:
-    """Hold a run until the process ends; ``RunDirectoryError`` if another one of this machine works in it."""
-    held = find_store(run_dir).open_lock()
-    try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunDirectoryError(
-                f"another process works in {run_dir}; wait until it ends, or choose another --run-dir"
-            ) from error
-        except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s): start one process only", run_dir, error.strerror)
-        yield
-    finally:
-        os.close(held)
 
 
 def find_checkpoint(name: str | Path) -> tuple[RunStore, Path]:

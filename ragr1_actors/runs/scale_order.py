@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.files import validated
 from ragr1_actors.runs.scaling import FleetName
 from ragr1_actors.runs.store import RunStore
@@ -77,9 +75,4 @@ def read_answer(store: RunStore) -> ScaleAnswer | None:
 
 def _read(kind: type[T], store: RunStore, name: str) -> T | None:
     content = store.read_now(name)
-    if content is None:
-        return None
-    try:
-        return validated(kind, json.loads(content), f"{store}/{name}")
-    except ValueError as error:  # not JSON
-        raise DataError(f"{store}/{name} is damaged: {error}") from error
+    return None if content is None else validated(kind, content, f"{store}/{name}")

@@ -8,31 +8,28 @@ The first line of a file has the settings of the evaluation, every other one a `
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import math
 import os
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
 
 from envs.measures import exact_match, num_queries, num_rounds, token_f1
-from ragr1_actors.core.errors import DataError, first_problem
+from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.files import held_alone, validated
 from ragr1_actors.core.types import Task, Trajectory
 from retrieval.corpora.text import found_evidence
 
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
+_REMEDY = "name a file of `ragr1 evaluate --out`"
 _PUNCTUATION_TO_SPACE = str.maketrans(dict.fromkeys(string.punctuation, " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUM_RESAMPLES = 2000
@@ -129,9 +126,6 @@ class Latency:
     queries: float
 
 
-_SCORE, _SETTINGS = TypeAdapter(TaskScore), TypeAdapter(EvalSettings)
-
-
 def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
     """Return 1.0 if the answer equals a gold answer where punctuation is a space: "U.S." is "u s", not "us"."""
     said = normalize_rag_r1(answer)
@@ -216,20 +210,13 @@ def only_writer(path: Path | None) -> Iterator[None]:
         return
     if path.exists() and not path.is_file():
         raise DataError(f"{path} is no regular file; choose another --out")
-    try:
-        held = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
-    try:
+    taken = DataError(f"another evaluation writes {path}; wait until it ends, or choose another --out")
+    with ExitStack() as held:
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another evaluation writes {path}; wait until it ends, or choose another --out") from error
-        except OSError as error:  # a file system without locks
-            logger.warning("%s cannot be locked (%s): start one evaluation only", path, error.strerror)
+            held.enter_context(held_alone(path, taken))
+        except OSError as error:
+            raise DataError(f"{path} cannot be written ({error.strerror}); choose another --out") from error
         yield
-    finally:
-        os.close(held)
 
 
 def append_score(path: Path, found: TaskScore) -> None:
@@ -247,10 +234,10 @@ def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
     if not path.is_file():
         raise DataError(f"no results file {path}; give one that `ragr1 evaluate --out` wrote")
     lines = path.read_bytes().split(b"\n")[:-1]
-    settings = _parsed(_SETTINGS, lines[0] if lines else b"", f"{path}, line 1")
+    settings = validated(EvalSettings, lines[0] if lines else b"", f"{path}, line 1", _REMEDY)
     scores: dict[str, TaskScore] = {}
     for number, line in enumerate(lines[1:], start=2):
-        found = _parsed(_SCORE, line, f"{path}, line {number}")
+        found = validated(TaskScore, line, f"{path}, line {number}", _REMEDY)
         if found.task_id in scores:
             raise DataError(
                 f"{path}, line {number}: a second score of task {found.task_id}; delete one of the two lines"
@@ -271,14 +258,6 @@ def check_shared(path: Path, tasks: Sequence[Task]) -> None:
             f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the "
             f"{len(tasks):,} tasks asked for; evaluate both policies on the same --tasks"
         )
-
-
-def _parsed(kind: TypeAdapter[T], line: bytes, where: str) -> T:
-    try:
-        return kind.validate_json(line)
-    except ValidationError as error:
-        _, _, problem = first_problem(error)
-        raise DataError(f"{where}: no line of `ragr1 evaluate --out` ({problem}); name another file") from error
 
 
 def _line(fields: dict[str, Any]) -> str:

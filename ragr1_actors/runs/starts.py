@@ -12,9 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
-from ragr1_actors.core.errors import RunDirectoryError, first_problem
+from ragr1_actors.core.files import read_json_lines
 
 STARTS_FILE = "starts.jsonl"
 _PACKAGES = (
@@ -51,9 +49,6 @@ class Start:
     """Recipe and overrides that began the run, as they were given; empty if it was begun before, or not by them."""
 
 
-_START = TypeAdapter(Start)
-
-
 def this_start(words: Sequence[str] = ()) -> Start:
     """Describe this process and its machine; ``words`` are those that began the run."""
     versions = {}
@@ -77,14 +72,7 @@ def read_starts(run_dir: Path) -> tuple[Start, ...]:
     """Return the starts of a run, but a line that a crash cut off; none if the run has no such file.
 
     Raises:
-        RunDirectoryError: a line is damaged.
+        DataError: a line is damaged.
     """
     path = run_dir / STARTS_FILE
-    if not path.is_file():
-        return ()
-    lines = path.read_bytes().split(b"\n")[:-1]
-    try:
-        return tuple(_START.validate_json(line) for line in lines)
-    except ValidationError as error:
-        _, _, problem = first_problem(error)
-        raise RunDirectoryError(f"{path}: a line is damaged ({problem}); delete the file") from error
+    return tuple(read_json_lines(Start, path, "delete the file")) if path.is_file() else ()

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -27,8 +28,8 @@ from urllib.parse import urlsplit
 from cluster import leftovers
 from cluster.node_cache import NodeCache
 from cluster.storage import Storage, check_uri, is_uri, share, with_name
-from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import POLICY_FILES, POLICY_FOLDER, write_file
+from ragr1_actors.core.errors import RunDirectoryError, UserError
+from ragr1_actors.core.files import POLICY_FILES, POLICY_FOLDER, held_alone, write_file
 from ragr1_actors.core.folders import AnyFolder, FolderWriter
 from ragr1_actors.runs.layout import CHECKPOINTS, FOLDERS, SFT_POLICY
 from ragr1_actors.runs.uploads import Uploads
@@ -88,8 +89,7 @@ class RunStore:
             self._uploads.end(retry=kind is None)
         except UserError as problem:
             atexit.unregister(self._clean_up)
-            kept = self.path.parent.name.replace(leftovers.SCRATCH, leftovers.KEPT)
-            self.path = self.path.parent.rename(self.path.parent.with_name(kept)) / self.path.name
+            self.path = leftovers.keep(self.path.parent) / self.path.name
             message = f"{problem}; what was not uploaded is in {self.path}"
             if kind is None:
                 raise UserError(message) from None
@@ -193,14 +193,16 @@ class RunStore:
             self._use(replace(self.remote, retry_s=duration_s))
             self._uploads.remote = self.remote
 
-    def open_lock(self) -> int:
-        """Open what the process that works in the run locks by ``fcntl.flock``; the caller closes the descriptor.
+    def held(self) -> AbstractContextManager[None]:
+        """Return a context that holds the run; ``RunDirectoryError`` if another process of this machine works in it.
 
-        At a URI it is a file of this machine's cache; a process on another machine is noticed by its ``Lease``.
+        At a URI it locks a file of this machine's cache; a process on another machine is noticed by its ``Lease``.
         """
+        taken = RunDirectoryError(f"another process works in {self}; wait until it ends, or choose another --run-dir")
         if self.remote is None:
-            return os.open(self.path, os.O_RDONLY)
-        return NodeCache.of_this_node().open_lock(f"run_{hashlib.sha256(str(self).encode()).hexdigest()}")
+            return held_alone(self.path.resolve(), taken, is_folder=True)
+        name = f"run_{hashlib.sha256(str(self).encode()).hexdigest()}"
+        return held_alone(NodeCache.of_this_node().lock_path(name), taken)
 
 
 def find_store(run_dir: str | Path | RunStore) -> RunStore:

@@ -12,7 +12,6 @@ What is being written, or was left by a crash, is never read, and is removed bef
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,16 @@ from typing import Protocol
 
 from cluster.storage import Artifact, Storage, StorageWriter
 from ragr1_actors.core.digests import check_digests
-from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import WRITING, sync, sync_tree
+from ragr1_actors.core.files import (
+    REPLACED,
+    begin_folder,
+    find_folder,
+    finish_folder,
+    remove_folder,
+    settle_folders,
+    write_file,
+)
 from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
-
-_REPLACED = ".replaced_"
 
 
 class WholeFolders(Protocol):
@@ -87,41 +91,27 @@ class LocalFolders:
 
     def begin(self, name: str) -> SharedFolder:
         """Return an empty folder beside the one that it will be."""
-        writing = self._writing(name)
-        self.clean(str(Path(name).parent))
-        writing.mkdir(parents=True)
-        return SharedFolder(writing.absolute())
+        self.discard(name)
+        return SharedFolder(begin_folder(self.root / name).absolute())
 
     def commit(self, name: str, files: Collection[str]) -> Path:
         """Rename the folder once it is on disk."""
-        final, writing = self.root / name, self._writing(name)
-        if missing := [file for file in files if not (writing / file).is_file()]:
-            raise UserError(
-                f"{writing} does not hold {missing[0]}, which another process wrote there; put --run-dir on a file "
-                "system that its node and this one share, or on a storage such as s3://bucket/runs/mine"
-            )
-        sync_tree(writing)
-        if final.exists():  # a rename cannot replace a folder with content
-            final.rename(final.with_name(f"{_REPLACED}{final.name}"))
-        writing.rename(final)
-        sync(final.parent)
-        self.clean(str(Path(name).parent))
-        return final
+        finish_folder(self.root / name, files)
+        return self.root / name
 
     def discard(self, name: str) -> None:
         """Remove the folder."""
         self.clean(str(Path(name).parent))
 
     def find(self, name: str) -> Path | None:
-        """Return the folder of that name; after a crash between the renames of ``commit`` the one that was replaced."""
-        final = self.root / name
-        return next((path for path in (final, final.with_name(f"{_REPLACED}{final.name}")) if path.is_dir()), None)
+        """Return the folder of that name."""
+        return find_folder(self.root / name)
 
     def names(self, parent: str) -> list[str]:
         """Return the names of the folders in a folder."""
         directory = self.root / parent
-        found = {one.name.removeprefix(_REPLACED) for one in directory.iterdir()} if directory.is_dir() else set()
-        return sorted(f"{parent}/{name}" for name in found if not name.startswith(WRITING))
+        found = {one.name.removeprefix(REPLACED) for one in directory.iterdir()} if directory.is_dir() else set()
+        return sorted(f"{parent}/{name}" for name in found if not name.startswith("."))  # else it is not whole
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
         """Read a file, which is compared with the list of its folder."""
@@ -132,9 +122,7 @@ class LocalFolders:
     def remove(self, names: Collection[str]) -> None:
         """Remove folders."""
         for path in [found for name in names if (found := self.find(name)) is not None]:
-            # renamed first: an interrupted removal must not leave half a folder under a name
-            path = path.rename(path.with_name(f"{WRITING}removed_{path.name}"))
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
 
     def link(self, link: str, name: str | None) -> None:
         """Make a symbolic link."""
@@ -142,31 +130,16 @@ class LocalFolders:
         if name is None:
             path.unlink(missing_ok=True)
         elif not path.is_symlink() or path.readlink() != Path(Path(name).name):
-            writing = path.with_name(f"{WRITING}{path.name}")
-            writing.symlink_to(Path(name).name)
-            writing.rename(path)
+            target = Path(name).name
+            write_file(path, lambda writing: writing.symlink_to(target))
 
     def clean(self, parent: str) -> None:
         """Remove what was begun, and end what a crash left between the renames of ``commit``."""
-        directory = self.root / parent
-        for leftover in directory.glob(f"{WRITING}*"):
-            if leftover.is_symlink():
-                leftover.unlink()
-            shutil.rmtree(leftover, ignore_errors=True)
-        for replaced in directory.glob(f"{_REPLACED}*"):
-            final = directory / replaced.name.removeprefix(_REPLACED)
-            if final.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                replaced.rename(final)
+        settle_folders(self.root / parent)
 
     def handle(self, folder: AnyFolder) -> str:
         """Name the folder."""
         return f"the folder {folder}"
-
-    def _writing(self, name: str) -> Path:
-        final = self.root / name
-        return final.with_name(f"{WRITING}{final.name}")
 
 
 class StoredFolders:

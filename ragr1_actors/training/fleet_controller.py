@@ -24,7 +24,7 @@ import ray
 
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from cluster.metrics import count
-from cluster.nodes import draining_nodes, free_resources, num_without_room
+from cluster.placement import draining_nodes, free_resources, num_without_room
 from ragr1_actors.core.config import (
     RetrieverAutoscaling,
     RunConfig,

@@ -40,7 +40,6 @@ from ragr1_actors.runs.report import (
     render_table,
     write_report,
 )
-from ragr1_actors.runs.run_directory import only_process_in
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.runs.store import RunStore, find_store
@@ -108,7 +107,7 @@ class TrainingRun:
                 ended.
         """
         try:
-            with only_process_in(self._store), self._store:
+            with self._store.held(), self._store:
                 return self._execute()
         except (OSError, SafetensorError) as error:
             if not is_no_room(error):

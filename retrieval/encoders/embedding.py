@@ -138,10 +138,7 @@ class EmbeddingStore:
         if not path.is_file():
             write_file(path, lambda writing: write_json(writing, asdict(header)))
             return cls(directory, header)
-        try:
-            kept, wanted = asdict(read_json_as(StoreHeader, path)), asdict(header)
-        except DataError as error:
-            raise DataError(f"{error}; remove the directory") from error
+        kept, wanted = asdict(read_json_as(StoreHeader, path, "remove the directory")), asdict(header)
         differing = ", ".join(f"{name} {kept[name]!r}" for name in kept if kept[name] != wanted[name])
         if differing:
             raise DataError(

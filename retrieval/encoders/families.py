@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.files import read_json_as
 
-T = TypeVar("T")
+_REMEDY = "copy the encoder again"
 MODULES_FILE = "modules.json"
 STATIC_POOLING = "static"
 SETTINGS_FILE = "config_sentence_transformers.json"
@@ -116,7 +116,7 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
     Raises:
         DataError: there is no encoder, a file is broken, the pooling is unknown or not the family's, or two fit.
     """
-    config = _read(dict[str, Any], folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
+    config = read_json_as(dict[str, Any], folder / _CONFIG_FILE, _REMEDY) if (folder / _CONFIG_FILE).is_file() else {}
     if not config and not (folder / MODULES_FILE).is_file():
         raise DataError(
             f"encoder {name!r} is no model: {folder} holds neither {MODULES_FILE} nor {_CONFIG_FILE}; give the folder "
@@ -137,10 +137,11 @@ def plan_encoder(folder: Path, name: str) -> EncoderPlan:
 
 
 def _plan_modules(folder: Path, name: str, family: Family | None) -> EncoderPlan:
-    settings = _read(_Settings, folder / SETTINGS_FILE) if (folder / SETTINGS_FILE).is_file() else _Settings()
+    path = folder / SETTINGS_FILE
+    settings = read_json_as(_Settings, path, _REMEDY) if path.is_file() else _Settings()
     if settings.model_type != "SentenceTransformer":
         raise DataError(f"encoder {name!r} is a {settings.model_type}; give a model that makes one vector of a text")
-    modules = _read(list[_Module], folder / MODULES_FILE)
+    modules = read_json_as(list[_Module], folder / MODULES_FILE, _REMEDY)
     pooling = _read_pooling(folder, name, modules)
     if pooling == STATIC_POOLING:
         family = None
@@ -165,7 +166,7 @@ def _read_pooling(folder: Path, name: str, modules: list[_Module]) -> str:
             "Pooling or a StaticEmbedding module"
         )
     path = folder / modules[kinds.index("Pooling")].path / _CONFIG_FILE
-    config = _read(dict[str, Any], path)
+    config = read_json_as(dict[str, Any], path, _REMEDY)
     modes = config.get("pooling_mode") or [mode for key, mode in _LEGACY_MODES.items() if config.get(key)]
     if isinstance(modes, str):
         modes = [modes]
@@ -229,10 +230,3 @@ def _titles(card: str) -> list[str]:
     titles = [match[1].rstrip(" ") for match in (results, heading) if match]
     # "SentenceTransformer based on BAAI/bge-base-en" is another model, trained with other prompts or none.
     return [title for title in titles if re.fullmatch(r"[\w./-]+", title)]
-
-
-def _read(kind: type[T], path: Path) -> T:
-    try:
-        return read_json_as(kind, path)
-    except DataError as error:
-        raise DataError(f"{error}; copy the encoder again") from error

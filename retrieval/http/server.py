@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic_core import from_json, to_json
 
 from cluster.http import HttpServer, Limits, RequestError, check_token, has_token, refuse, run_until_signal
-from ragr1_actors.core.errors import ConfigError, RetrievalError, first_problem, shortened
+from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
+from ragr1_actors.core.files import checked
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.local import LocalRetriever
@@ -81,14 +82,16 @@ def parse_question(body: bytes) -> Question:
     Raises:
         RequestError: 400 if the body is not JSON, 422 if a value in it is wrong or over a limit.
     """
-    try:
-        return Question.model_validate(from_json(body, allow_inf_nan=False))
-    except ValidationError as error:
-        key, value, problem = first_problem(error)
+
+    def refuse(key: str, value: Any, problem: str) -> RequestError:
         got = shortened(json.dumps(value), _MAX_QUOTED)  # ASCII only
-        raise RequestError(422, f"{key or 'the body'}: {problem}, got {got}; {_EXAMPLE}") from None
+        return RequestError(422, f"{key or 'the body'}: {problem}, got {got}; {_EXAMPLE}")
+
+    try:
+        given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON in UTF-8: {error}; {_EXAMPLE}") from None
+    return checked(Question, given, refuse)
 
 
 def format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> bytes:

@@ -24,12 +24,12 @@ from dataclasses import dataclass as plain_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.digests import LIST_FILE
-from ragr1_actors.core.errors import ConfigError, DataError, first_problem, nearest
-from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.errors import ConfigError, DataError, nearest
+from ragr1_actors.core.files import fingerprint_file, read_json, validated
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS
 
@@ -54,6 +54,7 @@ FOREIGN = "faiss"
 GPU_TYPES = (FLAT, "fp16")
 """Types whose vectors a GPU scans in half precision, with torch."""
 
+_REMEDY = "build the index again"
 STRICT = ConfigDict(extra="forbid")
 """Configuration of records that are read from an index directory: an unknown key is an error."""
 
@@ -192,25 +193,16 @@ class Manifest:
         path = Path(directory) / MANIFEST_FILE
         if not path.is_file():
             raise DataError(f"no index in {directory}: {MANIFEST_FILE} is missing; make one with `ragr1 index build`")
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: not valid JSON ({error}); build the index again") from error
+        content = read_json(path, _REMEDY)
         content = content if isinstance(content, dict) else {}
         digest, found = content.pop("digest", None), _digest(content)  # earlier versions wrote none
         format_version = content.pop("format_version", None)
         if format_version != FORMAT_VERSION:
-            raise DataError(
-                f"{path}: got format version {format_version}, expected {FORMAT_VERSION}; build the index again"
-            )
+            raise DataError(f"{path}: got format version {format_version}, expected {FORMAT_VERSION}; {_REMEDY}")
         if digest not in (None, found):
-            raise DataError(f"{path}: damaged or edited: its digest is of another content; build the index again")
+            raise DataError(f"{path}: damaged or edited: its digest is of another content; {_REMEDY}")
         version = content.pop("version", None)
-        try:
-            manifest = TypeAdapter(Manifest).validate_python(content)
-        except ValidationError as error:
-            key, found, problem = first_problem(error)
-            raise DataError(f"{path}: damaged ({key}: {problem}, got {found!r:.80}); build the index again") from error
+        manifest = validated(Manifest, content, str(path), _REMEDY)
         if version != manifest.version:
             raise DataError(
                 f"{path}: records version {version}, but its parts make {manifest.version}; it was edited, so build "

@@ -6,18 +6,18 @@ first unless it is told what to do. Every caller of transformers tells it, by ``
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.files import read_json
 
 
 def find_code(folder: Path) -> str:
     """Return the file of a model's folder that names code to import, such as ``config.json``; "" if none does."""
     for path in sorted(folder.glob("*config.json")):  # tokenizer_config.json, processor_config.json
-        with suppress(OSError, ValueError):  # the loading reports a damaged file
-            content = json.loads(path.read_text(encoding="utf-8"))
+        with suppress(DataError):  # the loading reports a damaged file
+            content = read_json(path)
             if isinstance(content, dict) and content.get("auto_map"):
                 return path.name
     return ""

@@ -5,13 +5,13 @@ Pure arithmetic: no model is loaded. ``ragr1 plan`` computes memory and time fro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.files import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` whose parameters ``ModelShape`` counts exactly."""
@@ -108,11 +108,7 @@ class ModelShape:
             raise ConfigError(f"policy.model: the folder {model} holds no config.json; name a whole model folder")
         if not path.is_file():
             path = _hub_file(model)
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path}: not valid JSON ({error}); copy the model again") from error
-        return cls.from_config(config, model)
+        return cls.from_config(read_json(path, "copy the model again"), model)
 
     @property
     def attention_size(self) -> int:

@@ -33,7 +33,7 @@ def write_page(
     ``report`` is None for a run that has not ended, and ``is_finished`` False for the report of one that ended early.
 
     Raises:
-        RunDirectoryError: a file of the run is damaged.
+        DataError: a file of the run is damaged.
     """
     rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
     page = render(name, config, rows, report, read_starts(run_dir), is_finished=is_finished)

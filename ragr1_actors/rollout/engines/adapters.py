@@ -12,7 +12,6 @@ adds up over updates. Nothing is kept: all processes of a node share the pages o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 from cluster.storage import Artifact
 from ragr1_actors.core.digests import check_digests
 from ragr1_actors.core.errors import EngineError, UserError
+from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_files import is_weight
 from ragr1_actors.core.weight_transport import AdapterBase
 
@@ -91,7 +91,7 @@ def _read_weights(base: AdapterBase) -> dict[str, torch.Tensor]:
         index = directory / _INDEX_FILE
         files = [_WEIGHT_FILE]
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = sorted(set(read_json(index)["weight_map"].values()))
         return {name: tensor for file in files for name, tensor in load_file(directory / file).items()}
     except (OSError, ValueError, KeyError, SafetensorError, HFValidationError, UserError) as error:
         raise EngineError(

@@ -10,10 +10,10 @@ import inspect
 import os
 import sys
 
-from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, raised_at
+from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
 from ragr1_actors.core.users_code import contained, in_daemon_thread

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from envs.measures import Measure
-from ragr1_actors.core.agent_settings import AgentSettings
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
 from ragr1_actors.rollout.gateway.agent_kinds import make_agent

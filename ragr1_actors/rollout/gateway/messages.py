@@ -12,16 +12,18 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from envs.actions import THINK
 from envs.call_grammars import END_OF_THOUGHT, ToolSchema
-from ragr1_actors.core.errors import first_problem, one_line, shortened
+from ragr1_actors.core.errors import one_line, shortened
+from ragr1_actors.core.files import checked
 from ragr1_actors.core.types import CallRequest, Message
 
+T = TypeVar("T")
 Said = tuple[str, str, tuple[tuple[str, str], ...]]
 """A message as histories are compared: role, text, and name and canonical arguments of each call."""
 Finish = Literal["stop", "length", "tool_calls"]
@@ -131,10 +133,13 @@ class ChatRequest:
     """Fields of the request that have no effect in training, with their values: ``{"temperature": 0.5}``."""
 
 
-def refused(error: ValidationError) -> ApiError:
-    """Return the refusal of a body in which pydantic found a problem."""
-    key, value, problem = first_problem(error)
-    return ApiError(400, f"{key or 'the body'}: got {shortened(repr(value))}; {problem}")
+def checked_as(kind: type[T], given: object) -> T:
+    """Return a body, or a part of one, as a model; ``ApiError`` 400 names the first wrong key."""
+
+    def refuse(key: str, got: Any, problem: str) -> ApiError:
+        return ApiError(400, f"{key or 'the body'}: got {shortened(repr(got))}; {problem}")
+
+    return checked(kind, given, refuse)
 
 
 def read_request(body: bytes) -> ChatRequest:
@@ -144,11 +149,10 @@ def read_request(body: bytes) -> ChatRequest:
         ApiError: 400 with one sentence: it is no such JSON, or asks for what a recorded policy does not do.
     """
     try:
-        found = _Body.model_validate(from_json(body, allow_inf_nan=False))
-    except ValidationError as error:
-        raise refused(error) from None
+        given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON in UTF-8: {one_line(error)}") from None
+    found = checked_as(_Body, given)
     given = {name: value for name, value in (found.model_extra or {}).items() if value is not None}
     choice = given.get("tool_choice", "auto")
     _refuse(given, choice)

@@ -20,10 +20,10 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from yarl import URL
 
 from cluster.http import HttpServer, Limits
@@ -33,17 +33,16 @@ from ragr1_actors.rollout.gateway.messages import (
     ChatRequest,
     Chunks,
     Reply,
+    checked_as,
     completion,
     event,
     read_request,
-    refused,
     session_has_ended,
 )
 from ragr1_actors.rollout.gateway.session import Session
 from retrieval.base import Retriever
 from retrieval.http.server import DEFAULT_TOPK, format_answer, parse_question
 
-Body = TypeVar("Body", bound=BaseModel)
 MODEL = "policy"
 """The name of the one model."""
 MAX_BODY_BYTES = 8 * 2**20
@@ -198,11 +197,11 @@ class Gateway:
         return web.json_response(models())
 
     async def _take_answer(self, request: web.Request, session: Session) -> web.Response:
-        session.answer = _read(_Answer, await self._server.read_body(request)).answer
+        session.answer = checked_as(_Answer, await self._server.read_body(request)).answer
         return web.json_response({"status": "ok"})
 
     async def _take_reward(self, request: web.Request, session: Session) -> web.Response:
-        session.reward = _read(_Reward, await self._server.read_body(request)).reward
+        session.reward = checked_as(_Reward, await self._server.read_body(request)).reward
         return web.json_response({"status": "ok"})
 
     async def _retrieve(self, request: web.Request, session: Session) -> web.Response:
@@ -227,10 +226,3 @@ def error_answer(error: ApiError) -> web.Response:
 def models() -> dict[str, Any]:
     """Return the body of ``/v1/models``."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "ragr1-actors"}]}
-
-
-def _read(kind: type[Body], body: bytes) -> Body:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise refused(error) from None

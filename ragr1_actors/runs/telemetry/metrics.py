@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from ragr1_actors.core.errors import RunDirectoryError, first_problem, shortened
-from ragr1_actors.core.files import write_file
+from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.files import read_json_lines, write_file
 from ragr1_actors.core.types import Bucket
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.telemetry.incidents import Incident
@@ -78,7 +78,7 @@ class MetricsLogger:
         settings: Mapping[str, Any] | None = None,
         track: Log | None = None,
     ) -> None:
-        """Make the folder and open the files to append; ``RunDirectoryError`` on a damaged ``metrics.jsonl``.
+        """Make the folder and open the files to append; ``DataError`` on a damaged ``metrics.jsonl``.
 
         ``export`` gets the metrics of every line, too, and ``track`` with their stage and iteration. ``settings`` are
         the hyperparameters that TensorBoard shows.
@@ -169,20 +169,12 @@ class MetricsLogger:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` but one that a crash cut off; ``RunDirectoryError`` on a damaged line."""
+    """Return the lines of ``metrics.jsonl`` but one that a crash cut off; ``DataError`` on a damaged line."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise RunDirectoryError(f"{run_dir} holds no {METRICS_FILE}; give the directory of a run")
-    rows = []
-    # the text after the last newline is empty or cut off
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            rows.append(_Row.model_validate_json(line).model_dump(by_alias=True, exclude_defaults=True))
-        except ValidationError as error:
-            name, found, problem = first_problem(error)
-            where = f"{path}, line {number}: {name or 'the whole line'}"
-            raise RunDirectoryError(f"{where}: got {shortened(repr(found))}; {problem}; delete the line") from error
-    return rows
+    rows = read_json_lines(_Row, path, "delete the line")
+    return [row.model_dump(by_alias=True, exclude_defaults=True) for row in rows]
 
 
 def is_iteration(row: Mapping[str, Any]) -> bool:
@@ -204,12 +196,12 @@ def find_gaps(rows: Iterable[Mapping[str, Any]], done: Mapping[str, int]) -> tup
 
 
 def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:
-    """Return the decisions about the fleets' sizes in ``metrics.jsonl``; ``RunDirectoryError`` on a damaged line."""
+    """Return the decisions about the fleets' sizes in ``metrics.jsonl``; ``DataError`` on a damaged line."""
     return tuple(ScalingDecision(**made) for row in read_metrics(run_dir) for made in row.get(DECISIONS, ()))
 
 
 def read_incidents(run_dir: Path) -> tuple[Incident, ...]:
-    """Return what failed and was mended, by ``metrics.jsonl``; ``RunDirectoryError`` on a damaged line."""
+    """Return what failed and was mended, by ``metrics.jsonl``; ``DataError`` on a damaged line."""
     return tuple(Incident(**found) for row in read_metrics(run_dir) for found in row.get(INCIDENTS, ()))
 
 
