@@ -79,7 +79,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class WantedSize:
     """Size that the load wants, such as 3.4, before bounds and delays."""
 
     num_replicas: float
@@ -104,7 +104,7 @@ class Window:
         return self.states[-1]
 
 
-DemandOf = Callable[[Window, int], Demand]
+DemandOf = Callable[[Window, int], WantedSize]
 """Function that returns the demand from recent measurements and the present target size."""
 
 
@@ -198,7 +198,7 @@ def autoscale_runners(
     starvation = settings.target_starvation or (STARVATION_WITH_LAG if with_lag else STARVATION_IN_TURNS)
     occupied_by = settings.target_ongoing_requests or float(max_concurrent_trajectories)
 
-    def demand(window: Window, size: int) -> Demand:
+    def demand(window: Window, size: int) -> WantedSize:
         return runner_demand(window, size, starvation, occupied_by, with_lag=with_lag)
 
     return Autoscaler(settings, demand, num_replicas)
@@ -209,7 +209,9 @@ def autoscale_retrievers(settings: RetrieverAutoscaling, num_replicas: int) -> A
     return Autoscaler(settings, lambda window, size: retriever_demand(window, size, settings), num_replicas)
 
 
-def runner_demand(window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool) -> Demand:
+def runner_demand(
+    window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool
+) -> WantedSize:
     """Return how many env runners keep the learner's waiting at ``target_starvation`` of its time.
 
     Sampling takes ``work`` runner-seconds per second of learning. With a lag both go on at the same time, and ``work``
@@ -222,7 +224,7 @@ def runner_demand(window: Window, size: int, target_starvation: float, occupied_
     learned_s = last.learner.busy_s - first.learner.busy_s
     if learned_s <= 0:
         most = max(state.ongoing + state.queued for state in window.states) / occupied_by
-        return Demand(most, f"nothing learned yet; the requests occupy {most:.1f} runners")
+        return WantedSize(most, f"nothing learned yet; the requests occupy {most:.1f} runners")
     sampled_s, waited_s = last.busy_s - first.busy_s, last.learner.waited_s - first.learner.waited_s
     # the batch being sampled counts once it has taken longer than those before
     since_s = now.busy_s - last.busy_s
@@ -237,15 +239,15 @@ def runner_demand(window: Window, size: int, target_starvation: float, occupied_
     why += "runners per learner"
     most = window.most_requests / occupied_by
     if most < wanted:
-        return Demand(most, f"{why}; the requests occupy only {most:.1f} runners")
+        return WantedSize(most, f"{why}; the requests occupy only {most:.1f} runners")
     if wanted > size and now.learner.num_finished_batches >= 1:
-        return Demand(size, f"{why}; a whole batch of finished groups waits")
+        return WantedSize(size, f"{why}; a whole batch of finished groups waits")
     if wanted < size and first.learner.num_stale < now.learner.num_stale:
-        return Demand(size, f"{why}; groups became too old, which fewer runners would make worse")
-    return Demand(wanted, why)
+        return WantedSize(size, f"{why}; groups became too old, which fewer runners would make worse")
+    return WantedSize(wanted, why)
 
 
-def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> Demand:
+def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> WantedSize:
     """Return the number of replicas that answer arriving queries, and waiting queries within ``target_queue_time_s``.
 
     Each replica works ``target_utilization`` of its time, and has at most ``target_ongoing_requests``.
@@ -255,7 +257,9 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
     out = _mean(state.ongoing + state.queued for state in window.states)
     by_requests = out / (settings.target_ongoing_requests or QUERIES_PER_REPLICA)
     if num_answered <= 0 or passed_s <= 0:
-        return Demand(max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out")
+        return WantedSize(
+            max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out"
+        )
     more = now.ongoing + now.queued - first.ongoing - first.queued
     arriving, queued = max(0.0, num_answered + more) / passed_s, _mean(state.queued for state in window.states)
     each_s = (now.busy_s - first.busy_s) / num_answered
@@ -265,7 +269,7 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
         f"{arriving:.1f} queries/s arrive and keep {busy:.1f} replicas busy, {queued / max(arriving, 1e-9):.2f} s of "
         f"queue, {out:.1f} out"
     )
-    return Demand(max(by_work, by_requests), why)
+    return WantedSize(max(by_work, by_requests), why)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -30,7 +30,15 @@ from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeStatus 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.placement_plan import Demand, Node, PlacementPlan, actor_demands, learner_demand, plan, retriever_role
+from cluster.placement_plan import (
+    Demand,
+    Node,
+    PlacementPlan,
+    actor_demands,
+    learner_demand,
+    place_actors,
+    retriever_role,
+)
 from cluster.session import ray_session
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import FleetError, UserError
@@ -74,7 +82,7 @@ class Placement:
         self._shares_devices = choose_transport(config) == "ipc"
         self._group: PlacementGroup | None = None
         nodes = _nodes(_cluster_status(), free=True) if ray.is_initialized() else []  # else there is no actor
-        self._plan = plan(actor_demands(config, has_index=has_index), nodes)
+        self._plan = place_actors(actor_demands(config, has_index=has_index), nodes)
         if not isinstance(config, RunConfig):
             return
         demand = learner_demand(config)
@@ -166,7 +174,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
     """
     deadline = time.monotonic() + START_TIMEOUT_S
     status = _cluster_status()
-    found = plan(demands, _nodes(status, free=True))
+    found = place_actors(demands, _nodes(status, free=True))
     show(found)
     if not found.missing:
         return
@@ -175,7 +183,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
         is_ready = group.ready()  # PlacementGroup.wait does not keep its timeout
         while not ray.wait([is_ready], timeout=_POLL_S)[0]:
             status = _cluster_status()
-            at_most = plan(demands, _nodes(status, free=False))
+            at_most = place_actors(demands, _nodes(status, free=False))
             if at_most.missing and not _may_grow(status, group):
                 raise UserError(
                     f"the cluster has no room and cannot grow enough: {at_most.missing}; start fewer, ask for less, or "
@@ -187,7 +195,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
                 cause = "the cluster grows" if at_most.missing else "other jobs on the cluster end"
                 say(f"waiting until {cause}: {found.missing}")
                 is_said = True
-    while plan(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
+    while place_actors(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
         time.sleep(_POLL_S)  # until the nodes report that the group is gone
 
 

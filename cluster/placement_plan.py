@@ -190,7 +190,7 @@ def learner_demand(config: RunConfig) -> Demand:
     )
 
 
-def plan(demands: Iterable[Demand], nodes: Sequence[Node]) -> PlacementPlan:
+def place_actors(demands: Iterable[Demand], nodes: Sequence[Node]) -> PlacementPlan:
     """Place every actor that finds room; those that are hardest to place come first."""
     rooms = [_Room(node) for node in nodes]
     order = sorted(demands, key=lambda demand: (-demand.num_gpus, not demand.label_selector, -demand.num_cpus))

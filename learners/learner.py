@@ -51,11 +51,11 @@ from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy
 from learners.models.row_check import mixing_layer
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
-from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, bundle, pack, plan
+from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, assign_micro_batches, bundle, pack
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import Part, Tensors
+from ragr1_actors.core.files import TensorPart, Tensors
 from ragr1_actors.core.models.process_memory import trim_heap
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
@@ -305,7 +305,7 @@ class Learner(ABC):
         return samples_nucleus or (self.corrects_sampling and self.schedule.steps_per_update > 1)
 
     def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
-        micro_batches = self.share(batch.flat, indices)
+        micro_batches = self.local_micro_batches(batch.flat, indices)
         num_tokens = int(batch.model_lengths[indices].sum())
         meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
         batch = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
@@ -349,10 +349,10 @@ class Learner(ABC):
         """Return the number of optimizer steps before step ``step`` of this update, skipped ones included."""
         return self.num_updates * self.schedule.steps_per_update + step
 
-    def share(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
+    def local_micro_batches(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
         bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens)
-        shares = plan(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
+        shares = assign_micro_batches(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
         return [pack(flat, share, self.row_tokens).to(self.device) for share in shares[self.rank]]
 
     def score(
@@ -367,7 +367,9 @@ class Learner(ABC):
         """
         scores = torch.zeros(len(flat.model_positions), device=self.device)
         with torch.no_grad():
-            for micro_batch in self.share(flat, range(len(flat.model_lengths)) if indices is None else indices):
+            for micro_batch in self.local_micro_batches(
+                flat, range(len(flat.model_lengths)) if indices is None else indices
+            ):
                 values = forward(micro_batch).float()
                 self.num_micro_batches += 1
                 if micro_batch.weight:
@@ -447,12 +449,12 @@ class Learner(ABC):
         model: Any = self.policy.module.get_submodule("model")
         return bool(model.config.tie_word_embeddings)
 
-    def get_parts(self) -> dict[str, Part]:
+    def get_parts(self) -> dict[str, TensorPart]:
         """Return this rank's part of the state that a resumed run needs besides the folder of the policy."""
-        parts: dict[str, Part] = {}
+        parts: dict[str, TensorPart] = {}
         if self.rank == 0:
-            parts["num_updates"] = Part(np.asarray([self.num_updates], dtype=np.int64), 0, ())
-            parts["lr_factor"] = Part(np.asarray([self.lr_factor]), 0, ())
+            parts["num_updates"] = TensorPart(np.asarray([self.num_updates], dtype=np.int64), 0, ())
+            parts["lr_factor"] = TensorPart(np.asarray([self.lr_factor]), 0, ())
         for name, engine in self.engines().items():
             with engine.in_use():
                 parts |= {f"{name}/{key}": part for key, part in engine.get_parts().items()}

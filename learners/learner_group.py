@@ -53,7 +53,7 @@ from ragr1_actors.core.files import (
     LEARNER_FILE,
     LEARNER_PREFIX,
     POLICY_FOLDER,
-    Part,
+    TensorPart,
     Tensors,
     answer_probe,
     is_no_room,
@@ -527,7 +527,7 @@ class LearnerWorker:
         """Return the weights as the second of two results, so that the caller can wait for the first only."""
         return None, self.learner.published_weights()
 
-    def get_state(self) -> dict[str, Part]:
+    def get_state(self) -> dict[str, TensorPart]:
         """Return this rank's part of the learner's state."""
         return self.learner.get_parts()
 
@@ -573,7 +573,7 @@ class LearnerWorker:
 
 
 def _write_learner(
-    writer: FolderWriter, rank: int, policy: PolicyCopy, parts: Mapping[str, Part], source: str
+    writer: FolderWriter, rank: int, policy: PolicyCopy, parts: Mapping[str, TensorPart], source: str
 ) -> Digests:
     """Write a rank's part of a checkpoint, and return the digests of its files; a folder is written with its list."""
     with writer.part(rank_part(rank)) as directory:

@@ -307,7 +307,7 @@ def _common(flat: FlatTrajectories, one: int, two: int) -> int:
     return count if is_equal.all() else int(is_equal.argmin())
 
 
-def plan(
+def assign_micro_batches(
     lengths: Sequence[int], bundles: Sequence[Bundle], num_ranks: int, max_tokens: int, pair_cost: float
 ) -> list[list[list[int]]]:  # [num_ranks][num_micro_batches][num_seqs]
     """Distribute bundles over ranks, then pack each share into micro-batches of at most ``max_tokens``, first fit.

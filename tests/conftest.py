@@ -68,7 +68,7 @@ LONGEST_FIRST = (
     "test_recipes_train",
     "test_cluster_submit",
     "test_cluster_hosts",
-    "test_retrieval_fleet_group",
+    "test_retrieval_replicas_group",
     "test_rollout_weight_sync",
     "test_rollout_colocation",
     "test_learners_learner_group_restart",

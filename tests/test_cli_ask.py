@@ -25,7 +25,7 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Record, ToolCall, Turn
 from ragr1_actors.evaluation import asking
 from ragr1_actors.evaluation.asking import Asker
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.trajectory_loop import Watch
 from retrieval.base import Retriever
 
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Searcher(ScriptedEngine):
     """Searches for the lamp and answers."""
 
-    def __init__(self, policy_dir: str, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         script = ["<search> lamp</search>", "<answer> Riga</answer>"]
         super().__init__({"ask/0#0/0": script, "ask/0/0": script}, tokenizer.encode)
 
@@ -136,7 +136,7 @@ def test_the_json_of_an_answer(searching: str) -> None:
 class Reader(ScriptedEngine):
     """Opens the page of the lamp and answers."""
 
-    def __init__(self, policy_dir: str, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         page = '<tool_call>\n{"name": "open_page", "arguments": {"title": "lamp"}}\n</tool_call>'
         super().__init__({"ask/0#0/0": [page, "Riga"], "ask/0/0": [page, "Riga"]}, tokenizer.encode)
 

@@ -13,7 +13,7 @@ from learners.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
 from retrieval.encoders.embedding import EmbeddingActor
-from retrieval.fleet.actor import EncoderActor, RetrieverActor
+from retrieval.replicas.actor import EncoderActor, RetrieverActor
 
 ACTOR_ID = "fa17da60bdf5d67c85f6601501000000"
 REPORT = (

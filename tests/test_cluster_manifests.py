@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.placement_plan import Node, actor_demands, plan
+from cluster.placement_plan import Node, actor_demands, place_actors
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.resolve import override, read_recipe, resolve
 
@@ -145,7 +145,7 @@ def test_rays_own_autoscaler_reads_the_manifest_and_the_published_recipes_fit() 
     assert types["learners"]["labels"] == {"ragr1": "learner"} and types["learners"]["max_workers"] == 1
     assert types["runners"]["idle_timeout_s"] == 120
     for recipe in ("search_r1_grpo_7b", "search_r1_7b", "ragr1_sq_7b", "ragr1_mq_7b"):
-        found = plan(actor_demands(recipe_with_selectors(recipe), has_index=True), nodes_of(types))
+        found = place_actors(actor_demands(recipe_with_selectors(recipe), has_index=True), nodes_of(types))
         assert not found.missing, recipe
         assert not any(name.startswith("head") for row in found.rows for name in row.nodes)
 
@@ -174,7 +174,7 @@ def test_the_launcher_takes_its_configuration_and_the_published_recipes_fit() ->
     types = config["available_node_types"]
     assert {of["labels"]["ragr1"] for of in types.values() if of.get("labels")} == ROLES
     assert config["max_workers"] == sum(of["max_workers"] for of in types.values())
-    found = plan(actor_demands(recipe_with_selectors("search_r1_grpo_7b"), has_index=True), nodes_of(types))
+    found = place_actors(actor_demands(recipe_with_selectors("search_r1_grpo_7b"), has_index=True), nodes_of(types))
     assert not found.missing
     with pytest.raises(jsonschema.ValidationError):
         validate_config({**config, "max_worker": 1})

@@ -89,13 +89,13 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     from fleet_world import drain as collect_all, request
     from test_rollout_scaling import make_config
     from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-    from retrieval.fleet.actor import RpcActor
-    from retrieval.fleet.actor_fleet import ActorFleet, find_actors
+    from retrieval.replicas.actor import RpcActor
+    from retrieval.replicas.replica_set import ReplicaSet, find_actors
 
     first = cluster.add_node(num_cpus=1, **store)
     runners = EnvRunnerGroup(make_config(1), sys.argv[1], OnePassage())
     class Stub(RpcActor): pass
-    retrievers = ActorFleet("retriever", Stub, [()], num_cpus=0.5)
+    retrievers = ReplicaSet("retriever", Stub, [()], num_cpus=0.5)
     retrievers.scale_to(1)
     runners.wait_until_ready()
     retrievers.fleet.wait_until_up(500)

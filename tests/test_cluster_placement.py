@@ -29,7 +29,7 @@ from cluster.placement import Placement, wait_for_room
 from cluster.placement_plan import actor_demands
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.resolve import resolve
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets
 
 class Rank:
     def node(self):
@@ -58,7 +58,7 @@ def place(config, found):
     options = [placement.learner_options(rank) for rank in range(learners.num_learners)]
     ranks = [ray.remote(Rank).options(**size, **where).remote() for where in options]
     found["Rank"] = [names[node] for node in ray.get([rank.node.remote() for rank in ranks], timeout=500)]
-    with Sampler(config, str(files / "policy"), files / "index", placement):
+    with RolloutFleets(config, str(files / "policy"), files / "index", placement):
         for actor in alive():
             if actor["ActorClassName"] != "Rank":
                 found.setdefault(actor["ActorClassName"], []).append(names[actor["Address"]["NodeID"]])

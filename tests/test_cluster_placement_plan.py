@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.placement_plan import Demand, Node, PlacementPlan, actor_demands, matches, plan
+from cluster.placement_plan import Demand, Node, PlacementPlan, actor_demands, matches, place_actors
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import resolve
@@ -25,7 +25,7 @@ def nodes_of(plan: PlacementPlan) -> dict[str, dict[str, int]]:
 
 
 def planned(nodes: Sequence[Node], **sections: dict[str, Any]) -> PlacementPlan:
-    return plan(actor_demands(resolve(sections), has_index=True), nodes)
+    return place_actors(actor_demands(resolve(sections), has_index=True), nodes)
 
 
 def test_spare_cpus_are_those_that_no_actor_of_the_node_reserves() -> None:
@@ -119,30 +119,34 @@ def test_engines_over_two_gpus_find_no_place_on_nodes_of_one() -> None:
     ("share", "count", "fits"), [(0.5, 4, True), (0.6, 2, True), (0.6, 3, False), (0.25, 9, False)]
 )
 def test_a_part_of_a_gpu_is_a_part_of_one(share: float, count: int, fits: bool) -> None:
-    found = plan([Demand("retrievers", count, 0, share)], [Node("a", 1, 2)])
+    found = place_actors([Demand("retrievers", count, 0, share)], [Node("a", 1, 2)])
     assert bool(found.missing) != fits
 
 
 def test_a_gpu_of_which_a_part_is_taken_is_not_a_whole_one() -> None:
-    assert plan([Demand("env runners", 2, 0, 1)], [Node("a", 1, 1.5)]).rows[0].num_missing == 1
-    assert not plan([Demand("env runners", 1, 0, 1), Demand("encoders", 1, 0, 0.5)], [Node("a", 1, 1.5)]).missing
+    assert place_actors([Demand("env runners", 2, 0, 1)], [Node("a", 1, 1.5)]).rows[0].num_missing == 1
+    assert not place_actors(
+        [Demand("env runners", 1, 0, 1), Demand("encoders", 1, 0, 0.5)], [Node("a", 1, 1.5)]
+    ).missing
 
 
 def test_parts_are_put_together_so_that_whole_gpus_stay_free() -> None:
     demands = [Demand("encoders", 2, 0, 0.5), Demand("env runners", 1, 0, 2)]
-    assert not plan(demands, [Node("a", 1, 3)]).missing
+    assert not place_actors(demands, [Node("a", 1, 3)]).missing
     demands = [Demand("encoders", 1, 0, 0.6), Demand("env runners", 2, 0, 0.5)]
-    assert not plan(demands, [Node("a", 1, 1.6)]).missing, "0.6 on the GPU of which 0.6 are free"
+    assert not place_actors(demands, [Node("a", 1, 1.6)]).missing, "0.6 on the GPU of which 0.6 are free"
 
 
 def test_cpus_are_counted() -> None:
-    found = plan([Demand("retrievers", 3, 8)], [Node("a", 20)])
+    found = place_actors([Demand("retrievers", 3, 8)], [Node("a", 20)])
     assert found.missing.startswith("1 of 3 retrievers find no place: each needs 8 CPUs on one node, and of such nodes")
     assert "a, has 0 GPUs and 4 CPUs left" in found.missing
 
 
 def test_actors_without_a_gpu_leave_the_nodes_with_gpus_to_others() -> None:
-    found = plan([Demand("retrievers", 2, 8), Demand("env runners", 2, 8, 1)], [Node("gpu", 16, 2), Node("cpu", 16)])
+    found = place_actors(
+        [Demand("retrievers", 2, 8), Demand("env runners", 2, 8, 1)], [Node("gpu", 16, 2), Node("cpu", 16)]
+    )
     assert nodes_of(found) == {"env runners": {"gpu": 2}, "retrievers": {"cpu": 2}}
 
 
@@ -152,32 +156,38 @@ def test_labels_keep_the_fleets_apart() -> None:
         Demand("retrievers", 2, 1, 1, {"ragr1": "retriever"}),
         Demand("env runners", 2, 1, 1, {"ragr1": "runner"}),
     ]
-    assert nodes_of(plan(demands, nodes)) == {"retrievers": {"b": 2}, "env runners": {"a": 2}}
-    found = plan([Demand("env runners", 1, 1, 0, {"ragr1": "learner"})], nodes)
+    assert nodes_of(place_actors(demands, nodes)) == {"retrievers": {"b": 2}, "env runners": {"a": 2}}
+    found = place_actors([Demand("env runners", 1, 1, 0, {"ragr1": "learner"})], nodes)
     assert found.missing.endswith("each needs 1 CPU, labels ragr1=learner on one node, and no node has these labels")
 
 
 def test_packed_ranks_share_a_node_if_one_has_room() -> None:
     nodes = [Node("small", 8, 2), Node("large", 8, 8), Node("fitting", 8, 4)]
-    assert nodes_of(plan([Demand("learner ranks", 4, 1, 1, {}, "pack")], nodes)) == {"learner ranks": {"fitting": 4}}
-    assert nodes_of(plan([Demand("learner ranks", 5, 1, 1, {}, "pack")], nodes)) == {"learner ranks": {"large": 5}}
+    assert nodes_of(place_actors([Demand("learner ranks", 4, 1, 1, {}, "pack")], nodes)) == {
+        "learner ranks": {"fitting": 4}
+    }
+    assert nodes_of(place_actors([Demand("learner ranks", 5, 1, 1, {}, "pack")], nodes)) == {
+        "learner ranks": {"large": 5}
+    }
     two = [Node("a", 16, 8), Node("b", 16, 8)]
-    assert nodes_of(plan([Demand("learner ranks", 12, 1, 1, {}, "pack")], two)) == {"learner ranks": {"a": 8, "b": 4}}
+    assert nodes_of(place_actors([Demand("learner ranks", 12, 1, 1, {}, "pack")], two)) == {
+        "learner ranks": {"a": 8, "b": 4}
+    }
 
 
 def test_spread_ranks_use_all_nodes_alike() -> None:
     nodes = [Node(name, 8, 4) for name in "abc"]
-    assert nodes_of(plan([Demand("learner ranks", 6, 1, 1, {}, "spread")], nodes)) == {
+    assert nodes_of(place_actors([Demand("learner ranks", 6, 1, 1, {}, "spread")], nodes)) == {
         "learner ranks": {"a": 2, "b": 2, "c": 2}
     }
     uneven = [Node("a", 8, 1), Node("b", 8, 8)]
-    assert nodes_of(plan([Demand("learner ranks", 5, 1, 1, {}, "spread")], uneven)) == {
+    assert nodes_of(place_actors([Demand("learner ranks", 5, 1, 1, {}, "spread")], uneven)) == {
         "learner ranks": {"a": 1, "b": 4}
     }
 
 
 def test_many_nodes_are_counted_in_the_table() -> None:
-    found = plan([Demand("env runners", 20, 1, 1)], [Node(f"n{number:02}", 8, 2) for number in range(10)])
+    found = place_actors([Demand("env runners", 20, 1, 1)], [Node(f"n{number:02}", 8, 2) for number in range(10)])
     assert found.rows[0].where == "n00 x 2, n01 x 2, n02 x 2, n03 x 2, 6 more nodes"
 
 

@@ -30,13 +30,13 @@ import sys
 from pathlib import Path
 import torch
 from learners.models.scoring import PolicyModel, ValueModel
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 folder, trusted = Path(sys.argv[1]), sys.argv[2] == "True"
 plain = PolicyTokenizer(sys.argv[3])
 for load in (
     lambda: PolicyTokenizer(folder, trust_remote_code=trusted),
-    lambda: TransformersEngine(folder, plain, EngineSettings(1, 64, trust_remote_code=trusted)).model,
+    lambda: TransformersEngine(folder, plain, EngineArguments(1, 64, trust_remote_code=trusted)).model,
     lambda: PolicyModel(folder, torch.float32, 1.0, trust_remote_code=trusted).model,
     lambda: ValueModel(folder, torch.float32, False, trusted).backbone,
 ):

@@ -25,7 +25,7 @@ from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets
 from retrieval.base import Page, Passage
 from retrieval.build import build_index
 from retrieval.local import LocalRetriever, ReplayRetriever
@@ -203,7 +203,7 @@ def test_sections_need_a_corpus_with_headings(tmp_path: Path) -> None:
     index = build_index([PASSAGES[0], PASSAGES[4]], tmp_path / "index", index_type="bm25", progress=False)
     config = SamplerConfig(environment=EnvironmentSettings(env="tools", tools=TOOLS))
     with pytest.raises(ConfigError, match=r"read_section needs a corpus with headings, and no title of the index has"):
-        Sampler(config, ROOT, index)
+        RolloutFleets(config, ROOT, index)
 
 
 @pytest.mark.parametrize("name", ["open_page", "read_section"])

@@ -21,7 +21,7 @@ from ragr1_actors.core.errors import ConfigError, EngineDeadError
 from ragr1_actors.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import prepare_policy, split_tasks
-from ragr1_actors.runs.scores import EvalSettings, TaskScore, append_score, open_scores, read_scores
+from ragr1_actors.runs.scores import EvalArguments, TaskScore, append_score, open_scores, read_scores
 from retrieval.http.retriever import PROBE
 
 RECIPE = ("--recipe", "quickstart")
@@ -327,7 +327,7 @@ def test_sampled_answers_are_told_from_greedy_ones(files: Path, tmp_path: Path) 
 @pytest.mark.integration
 def test_a_wrong_against_is_noticed_before_anything_is_asked(files: Path, tmp_path: Path) -> None:
     other, out = tmp_path / "other.jsonl", tmp_path / "out.jsonl"
-    open_scores(other, EvalSettings("policy", "musique", 1, "0f", "search", "indexes/mine", "1a", 8))
+    open_scores(other, EvalArguments("policy", "musique", 1, "0f", "search", "indexes/mine", "1a", 8))
     append_score(other, TaskScore("musique/1", "Riga", "answered", 1.0, 1.0, 1.0, 1.0, None, 1, 1, 6, 0.1))
     reader = Reader()
     with served(reader.answer) as url:

@@ -12,8 +12,8 @@ from small_world import THINGS, invoke, make_config, make_files
 
 from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import Task
-from ragr1_actors.evaluation.selection import SelectionSettings, choose
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
+from ragr1_actors.evaluation.selection import SelectionArguments, choose
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.stages import TrainingRun
 
@@ -26,7 +26,7 @@ PLACES = dict(zip(THINGS, ["Riga", "Oslo", "Bonn", "Lyon"] * 2, strict=True))
 class SometimesRight(ScriptedEngine):
     """An engine that answers each question right as often as ``RIGHT`` says."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         scripts = {
             f"tasks/{thing}/{index}": (f"<answer> {PLACES[thing] if index < right else 'nowhere'}</answer>",)
             for thing, right in RIGHT.items()
@@ -133,7 +133,7 @@ def test_what_cannot_be_selected_is_one_sentence(files: Path, tmp_path: Path) ->
 def test_classes_and_shares() -> None:
     tasks = [Task(f"t/{number}", "?", ("a",)) for number in range(100)]
     successes = {task.task_id: number // 10 for number, task in enumerate(tasks)}  # ten tasks each of 0 to 9 in 9
-    settings = SelectionSettings(num_samples=9, max_pass_rate=0.5)
+    settings = SelectionArguments(num_samples=9, max_pass_rate=0.5)
     kept, counts = choose(tasks, successes, settings, seed=0)
     assert (counts.never, counts.hard, counts.easy, counts.always, counts.failed) == (10, 40, 40, 10, 0)
     assert (counts.kept_easy, counts.kept) == (12, 52)  # a quarter of fifty
@@ -156,5 +156,5 @@ def test_what_select_takes_by_options_is_no_override(files: Path, tmp_path: Path
 def test_a_pass_rate_at_the_threshold_is_hard() -> None:
     task = Task("a", "?", ("b",))
     for num_right in range(1, 100):
-        settings = SelectionSettings(num_samples=100, max_pass_rate=num_right / 100)
+        settings = SelectionArguments(num_samples=100, max_pass_rate=num_right / 100)
         assert choose([task], {"a": num_right}, settings, 0)[1].hard == 1

@@ -37,7 +37,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.schema import add_learned, groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCall, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.training.batch_metrics import take_histograms
 
@@ -386,7 +386,7 @@ def test_weights_are_published_in_the_dtype_of_the_policy(
     size = 2 if dtype == "bfloat16" else 4
     assert published.keys() == expected.keys()
     assert all(weight.nbytes == size * expected[name].size for name, weight in published.items())
-    settings = EngineSettings(max_rows=1, max_context_tokens=64, dtype=dtype)
+    settings = EngineArguments(max_rows=1, max_context_tokens=64, dtype=dtype)
     engine = TransformersEngine(folder, PolicyTokenizer(folder), settings)
     asyncio.run(engine.update_weights(published, 1))
     for name, parameter in engine.model.named_parameters():

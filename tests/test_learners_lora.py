@@ -19,7 +19,7 @@ from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.engine
@@ -114,7 +114,7 @@ def tiny_folder(folder: Path) -> Path:
 
 
 def load_engine(folder: Path, config: RunConfig) -> TransformersEngine:
-    return TransformersEngine(folder, PolicyTokenizer(folder), EngineSettings.of(config, 0))
+    return TransformersEngine(folder, PolicyTokenizer(folder), EngineArguments.of(config, 0))
 
 
 def assert_engine_has(engine: TransformersEngine, learner: Learner) -> None:

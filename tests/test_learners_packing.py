@@ -16,7 +16,7 @@ from learners_common import make_branches, make_config, make_groups, make_policy
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.segments import segment
 from learners.models.scoring import PolicyModel, pair_cost
-from learners.packing import Bundle, FlatTrajectories, bundle, flatten, pack, plan
+from learners.packing import Bundle, FlatTrajectories, assign_micro_batches, bundle, flatten, pack
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 
@@ -41,7 +41,7 @@ def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: flo
 def test_a_plan_holds_every_sequence_once(
     lengths: list[int], num_ranks: int, max_tokens: int, pair_cost: float
 ) -> None:
-    shares = plan(lengths, alone(lengths), num_ranks, max_tokens, pair_cost)
+    shares = assign_micro_batches(lengths, alone(lengths), num_ranks, max_tokens, pair_cost)
     assert len(shares) == num_ranks
     assert len({len(share) for share in shares}) == 1, "every rank runs as many passes"
     placed = [index for share in shares for micro_batch in share for index in micro_batch]
@@ -57,20 +57,22 @@ def test_a_plan_holds_every_sequence_once(
 
 
 def test_ranks_without_trajectories_get_dummies() -> None:
-    assert plan([7], alone([7]), 3, 32, 0.001) == [[[0]], [[]], [[]]]
+    assert assign_micro_batches([7], alone([7]), 3, 32, 0.001) == [[[0]], [[]], [[]]]
 
 
 def test_first_fit_fills_the_gaps() -> None:
-    assert plan([10, 9, 7, 4, 1], alone([10, 9, 7, 4, 1]), 1, 16, 0.0) == [[[1, 2], [0, 3, 4]]]
-    assert plan([90, 9, 7], alone([90, 9, 7]), 1, 16, 0.0) == [[[0], [1, 2]]], "longer than the budget: alone"
+    assert assign_micro_batches([10, 9, 7, 4, 1], alone([10, 9, 7, 4, 1]), 1, 16, 0.0) == [[[1, 2], [0, 3, 4]]]
+    assert assign_micro_batches([90, 9, 7], alone([90, 9, 7]), 1, 16, 0.0) == [[[0], [1, 2]]], (
+        "longer than the budget: alone"
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_ranks_are_balanced_by_cost_and_micro_batches_are_full(num_ranks: int) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(7.14, 0.8, 32 * num_ranks)), 200, 8000).astype(int).tolist()
-    by_cost = plan(lengths, alone(lengths), num_ranks, 16384, 1 / 30_500)
-    by_tokens = plan(lengths, alone(lengths), num_ranks, 16384, 0.0)
+    by_cost = assign_micro_batches(lengths, alone(lengths), num_ranks, 16384, 1 / 30_500)
+    by_tokens = assign_micro_batches(lengths, alone(lengths), num_ranks, 16384, 0.0)
     costs, others = (rank_costs(lengths, shares, 1 / 30_500) for shares in (by_cost, by_tokens))
     assert max(costs) / np.mean(costs) < 1.005
     assert max(costs) / np.mean(costs) < max(others) / np.mean(others)
@@ -209,7 +211,9 @@ def test_no_row_is_larger_than_the_budget(num_ranks: int) -> None:
         flat = make_flat([[*range(cut), *range(100 * n, 100 * n + own)] for n, (cut, own) in enumerate(forks, start=1)])
         max_tokens = int(rng.integers(60, 400))
         bundles = bundle(flat, range(12), num_ranks, max_tokens)
-        for chosen in (row for share in plan(flat.lengths, bundles, num_ranks, max_tokens, 0.001) for row in share):
+        for chosen in (
+            row for share in assign_micro_batches(flat.lengths, bundles, num_ranks, max_tokens, 0.001) for row in share
+        ):
             micro_batch = pack(flat, chosen, max_tokens)
             num_copied = micro_batch.layout.num_tokens - micro_batch.num_tokens
             assert len(chosen) < 2 or micro_batch.num_tokens + num_copied / 8 <= max_tokens
@@ -227,7 +231,7 @@ def test_a_learner_keeps_its_rows_within_its_budget(tmp_path: Path) -> None:
     learner = GRPOLearner(make_config(learners={"num_learners": 0, "micro_batch_tokens": 62}), make_policy(tmp_path))
     learner.build()
     flat = make_flat([list(range(32)), [*range(4), *range(32, 60)]])
-    assert [row.num_tokens for row in learner.share(flat, range(2))] == [60]
+    assert [row.num_tokens for row in learner.local_micro_batches(flat, range(2))] == [60]
     learner.close()
 
 
@@ -236,7 +240,7 @@ def test_trajectories_that_begin_alike_stay_together() -> None:
     bundles = bundle(flat, range(6), 1, 32)
     assert [one.members for one in bundles] == [(0, 1, 2), (3, 4, 5)]
     assert bundles[0] == Bundle((0, 1, 2), 23, 23 + 40 / 8)
-    assert sorted(plan(flat.lengths, bundles, 1, 32, 0.0)[0]) == [[0, 1, 2], [3, 4, 5]]
+    assert sorted(assign_micro_batches(flat.lengths, bundles, 1, 32, 0.0)[0]) == [[0, 1, 2], [3, 4, 5]]
     assert [one.members for one in bundle(flat, range(6), 1, 27)] == [(0, 1), (2,), (3, 4), (5,)], "28 are too many"
     assert {len(one.members) for one in bundle(flat, range(6), 2, 32)} == {1}, "each rank gets several bundles"
     barely = make_flat([[7, *range(10, 17)], [7, *range(20, 27)], [7, *range(30, 38)]])
@@ -247,9 +251,9 @@ def test_trajectories_that_begin_alike_stay_together() -> None:
 
 def test_ranks_that_share_a_group_are_balanced_by_what_they_compute() -> None:
     one, two = Bundle((0, 1, 2, 3), 110, 140), Bundle((4,), 100, 100)
-    shares = plan([100] * 6, [one, two, Bundle((5,), 100, 100)], 2, 300, 0.0)
+    shares = assign_micro_batches([100] * 6, [one, two, Bundle((5,), 100, 100)], 2, 300, 0.0)
     assert shares == [[[0, 1, 2, 3]], [[4, 5]]], "by tokens of trajectories it would be 400 against 200"
-    costly = plan([100] * 7, [one, two, Bundle((5,), 100, 100), Bundle((6,), 100, 100)], 2, 400, 0.01)
+    costly = assign_micro_batches([100] * 7, [one, two, Bundle((5,), 100, 100), Bundle((6,), 100, 100)], 2, 400, 0.01)
     assert costly == [[[0, 1, 2, 3]], [[4, 5, 6]]], "pairs are those of whole trajectories: 510 against 600"
 
 

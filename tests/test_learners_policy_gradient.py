@@ -23,7 +23,7 @@ from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 
 pytestmark = pytest.mark.engine
@@ -142,7 +142,7 @@ def test_engine_and_learner_agree_on_every_token_under_two_sets_of_weights(
     tokenizer = PolicyTokenizer(two_policies[0])
 
     async def sample_under_both() -> list[list[Trajectory]]:
-        engine = TransformersEngine(two_policies[0], tokenizer, EngineSettings(max_rows=5, max_context_tokens=512))
+        engine = TransformersEngine(two_policies[0], tokenizer, EngineArguments(max_rows=5, max_context_tokens=512))
         first = await sample_groups(engine, tokenizer, temperature)
         await engine.update_weights(learners[1].get_weights(), 1)
         second = await sample_groups(engine, tokenizer, temperature)

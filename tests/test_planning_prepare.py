@@ -22,7 +22,7 @@ from ragr1_actors.core.types import FinishReason, StopReason, Task, Turn
 from ragr1_actors.evaluation.evaluate import evaluation_tasks
 from ragr1_actors.planning.prepare import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
 from ragr1_actors.planning.tiny_policy import train_tokenizer
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets
 from ragr1_actors.training.task_ledger import TaskLedger
 
 
@@ -74,7 +74,7 @@ def test_tasks_that_the_curriculum_cannot_order_are_refused_before_the_rest_is_m
 def test_recall_is_measured_by_the_retrievers(config: RunConfig, tmp_path: Path) -> None:
     workspace = prepare(config, tmp_path)
     tasks = [replace(task, supporting_ids=(task.question.split()[3],)) for task in workspace.train_tasks]
-    with Sampler(config, workspace.policy_dir, workspace.index_dir) as sampler:
+    with RolloutFleets(config, workspace.policy_dir, workspace.index_dir) as sampler:
         assert sampler.measure_recall(tasks)["recall@2"] == 1
         assert sampler.measure_recall([replace(task, supporting_ids=()) for task in tasks]) == {}
 

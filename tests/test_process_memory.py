@@ -14,7 +14,7 @@ from learners_common import Build, make_config, make_policy
 from benchmarks.learner.kernels import measured
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerWorker
-from ragr1_actors.core.files import Part
+from ragr1_actors.core.files import TensorPart
 from ragr1_actors.core.folders import SharedFolder
 from ragr1_actors.core.models import process_memory
 from ragr1_actors.core.models.model_files import load_model
@@ -54,7 +54,7 @@ def test_the_copy_of_a_checkpoint_is_given_back_once_it_is_written(
     worker.build("grpo", make_policy(tmp_path / "policy"))
     copied = worker.learner.get_parts
 
-    def get_parts() -> dict[str, Part]:
+    def get_parts() -> dict[str, TensorPart]:
         parts = copied()
         copies.extend(weakref.ref(part.values) for part in parts.values())
         return parts

@@ -29,10 +29,10 @@ from retrieval.base import Passage
 from retrieval.build import ARGUMENTS_FILE, as_user_error, build_index, building_dir, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import evaluate_index
-from retrieval.fleet.group import RetrieverGroup
 from retrieval.indexes.faiss_file import FaissFile
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever, named_index
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 pytestmark = pytest.mark.engine
 

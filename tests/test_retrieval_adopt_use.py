@@ -33,10 +33,10 @@ from retrieval.build import building_dir
 from retrieval.corpora.readers import read_passages
 from retrieval.encoders.encoder import Encoder
 from retrieval.encoders.static import make_static_encoder
-from retrieval.fleet.client import RetrieverClient
-from retrieval.fleet.group import RetrieverGroup
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
+from retrieval.replicas.client import RetrieverClient
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 pytestmark = pytest.mark.engine
 

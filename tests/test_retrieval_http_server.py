@@ -26,9 +26,9 @@ from waits import until
 from cluster.http import Limits
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.http import server as http_server
 from retrieval.http.server import RetrievalServer, SearchThread
+from retrieval.replicas.batching import PoolArguments, PooledRetriever
 
 ROOT = Path(__file__).resolve().parent.parent
 RIGA = Passage("7", "Rīga", "Rīga lies in Latvia.\nIt is old.", 0.75)
@@ -449,7 +449,7 @@ class Blocking:
 async def test_a_blocking_retriever_is_searched_in_batches_while_the_loop_goes_on() -> None:
     blocking = Blocking()
     thread = SearchThread(blocking)  # type: ignore[arg-type]
-    pool = PooledRetriever({"thread": thread}, PoolSettings(max_retries=1))
+    pool = PooledRetriever({"thread": thread}, PoolArguments(max_retries=1))
     asking = [asyncio.create_task(pool.search([f"q{number}"], 1)) for number in range(30)]
     await until(lambda: bool(blocking.batches))
     blocking.gate.set()
@@ -467,7 +467,7 @@ async def test_a_blocking_retriever_that_fails_is_a_sentence_and_goes_on(error: 
     blocking = Blocking()
     blocking.gate.set()
     thread = SearchThread(blocking)  # type: ignore[arg-type]
-    pool = PooledRetriever({"thread": thread}, PoolSettings(max_retries=1))
+    pool = PooledRetriever({"thread": thread}, PoolArguments(max_retries=1))
     blocking.error = error
     with pytest.raises(RetrievalError, match=str(error)):
         await pool.search(["a"], 1)

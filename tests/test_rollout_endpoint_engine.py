@@ -35,7 +35,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
@@ -76,7 +76,7 @@ class Endpoint:
 
 def engine_at(url: str, max_rows: int = 4, **options: Any) -> tuple[EndpointEngine, EndpointTokenizer]:
     tokenizer = EndpointTokenizer()
-    settings = EngineSettings(max_rows, 4096, options={"url": url, "model": "big", **options})
+    settings = EngineArguments(max_rows, 4096, options={"url": url, "model": "big", **options})
     return EndpointEngine("", tokenizer, settings), tokenizer
 
 

@@ -32,7 +32,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling, Task, TokenKind
 from ragr1_actors.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from ragr1_actors.rollout.engines import decoding
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine, load_tokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.recorder import Recorder
@@ -58,7 +58,7 @@ def tokenizer(policy_dir: Path) -> PolicyTokenizer:
 
 
 def make_engine(policy_dir: Path, tokenizer: PolicyTokenizer, max_rows: int = 8) -> TransformersEngine:
-    return TransformersEngine(policy_dir, tokenizer, EngineSettings(max_rows, 512, version=1))
+    return TransformersEngine(policy_dir, tokenizer, EngineArguments(max_rows, 512, version=1))
 
 
 def reference_logprobs(model: torch.nn.Module, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -508,7 +508,7 @@ async def test_an_update_that_lacks_a_parameter_is_refused(policy_dir: Path, tok
 @pytest.mark.engine
 def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(DataError, match="cannot load a model"):
-        TransformersEngine(tmp_path, tokenizer, EngineSettings(1, 512))
+        TransformersEngine(tmp_path, tokenizer, EngineArguments(1, 512))
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         PolicyTokenizer(tmp_path)
     ByT5Tokenizer().save_pretrained(tmp_path)
@@ -571,7 +571,7 @@ async def test_the_cache_has_room_for_the_most_rows_at_most_and_goes_with_the_la
     monkeypatch.setattr(decoding, "release_cache", given_back.append)
     layers, heads, head_dim = 2, 2, 16
     bytes_per_column = layers * 2 * heads * head_dim * 4
-    engine = TransformersEngine(policy_dir, tokenizer, EngineSettings(5, 100))
+    engine = TransformersEngine(policy_dir, tokenizer, EngineArguments(5, 100))
     prompts = [tokenizer.encode(" Ana" * 40)] * 5
     for number, prompt in enumerate(prompts):  # never more than 5
         await engine.generate(prompt, Sampling(50, seed=number), request_id=str(number))

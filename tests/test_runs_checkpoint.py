@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import Part, learner_files, read_json, read_learner, read_tensors, write_json, write_parts
+from ragr1_actors.core.files import (
+    TensorPart,
+    learner_files,
+    read_json,
+    read_learner,
+    read_tensors,
+    write_json,
+    write_parts,
+)
 from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.store import RunStore
@@ -20,8 +28,8 @@ from ragr1_actors.runs.store import RunStore
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def whole(tensor: np.ndarray) -> Part:
-    return Part(tensor.ravel(), 0, tensor.shape)
+def whole(tensor: np.ndarray) -> TensorPart:
+    return TensorPart(tensor.ravel(), 0, tensor.shape)
 
 
 def writer(value: int) -> Callable[[Path], None]:
@@ -203,7 +211,7 @@ import errno, resource, signal
 from pathlib import Path
 import numpy as np
 import pytest
-from ragr1_actors.core.files import Part, write_json, write_parts
+from ragr1_actors.core.files import TensorPart, write_json, write_parts
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.core.errors import UserError
@@ -211,7 +219,7 @@ from ragr1_actors.core.errors import UserError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 store = Checkpoints(RunStore({str(tmp_path / "run")!r}))
-parts = {{"w": Part(np.zeros(1000), 0, (1000,))}}
+parts = {{"w": TensorPart(np.zeros(1000), 0, (1000,))}}
 for write in (
     lambda directory: write_parts(directory / "w.safetensors", parts),
     lambda directory: write_json(directory / "big.json", list(range(1000))),
@@ -252,9 +260,9 @@ def test_tensors_and_json_round_trip(tmp_path: Path) -> None:
 def test_tensors_in_the_files_of_several_ranks(tmp_path: Path) -> None:
     matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
     owned = [
-        {"a": Part(matrix.ravel()[:5], 0, (3, 4)), "n": whole(np.array(7))},
+        {"a": TensorPart(matrix.ravel()[:5], 0, (3, 4)), "n": whole(np.array(7))},
         {"b": whole(matrix)},
-        {"a": Part(matrix.ravel()[5:], 5, (3, 4))},
+        {"a": TensorPart(matrix.ravel()[5:], 5, (3, 4))},
     ]
     names = learner_files(3)
     assert names == ["learner.safetensors", "learner_1.safetensors", "learner_2.safetensors"]
@@ -271,7 +279,7 @@ def test_tensors_in_the_files_of_several_ranks(tmp_path: Path) -> None:
 
 
 def test_files_of_two_checkpoints_and_foreign_ones(tmp_path: Path) -> None:
-    halves = [{"w": Part(np.full(2, rank, np.float32), 2 * rank, (4,))} for rank in range(2)]
+    halves = [{"w": TensorPart(np.full(2, rank, np.float32), 2 * rank, (4,))} for rank in range(2)]
     first, second = (tmp_path / name for name in learner_files(2))
     write_parts(first, halves[0], "update 10")
     write_parts(second, halves[1], "update 10")

@@ -10,7 +10,7 @@ from envs.tasks.curriculum import Shuffle
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError
 from ragr1_actors.core.types import Task
-from ragr1_actors.runs.checkpoint import STATE_FILE, Books, RunState
+from ragr1_actors.runs.checkpoint import STATE_FILE, RunState, TaskLedgerState
 from ragr1_actors.runs.run_directory import (
     change_learners,
     create_run_directory,
@@ -35,7 +35,7 @@ def make_policy(folder: Path) -> Path:
 
 def add_checkpoint(run: Path, step: int, sft_step: int) -> Path:
     """Write what of a checkpoint is read here, and return the folder of its policy."""
-    books = Books.model_validate(TaskLedger([Task("t", "?", ("a",))], 0, Shuffle({})).get_state())
+    books = TaskLedgerState.model_validate(TaskLedger([Task("t", "?", ("a",))], 0, Shuffle({})).get_state())
     state = RunState(sft_step=sft_step, iteration=step, policy_version=0, learner="sft", sampler=books, extra={})
     policy = make_policy(run / "checkpoints" / f"step_{step}" / "policy")
     (policy.parent / STATE_FILE).write_text(state.model_dump_json())

@@ -14,7 +14,7 @@ from ragr1_actors.cli.evaluate import print_evaluation, summarise
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.scores import (
-    EvalSettings,
+    EvalArguments,
     Latency,
     TaskScore,
     append_score,
@@ -32,7 +32,7 @@ from ragr1_actors.runs.scores import (
     tasks_digest,
 )
 
-SETTINGS = EvalSettings("policy", "musique", 3, "0f", "search", "indexes/mine", "1a", 8)
+SETTINGS = EvalArguments("policy", "musique", 3, "0f", "search", "indexes/mine", "1a", 8)
 
 
 def one(task_id: str, em: float = 1.0, recall: float | None = None) -> TaskScore:

@@ -38,7 +38,7 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
 from ragr1_actors.training.stages import TrainingRun
-from retrieval.fleet.group import RetrieverGroup
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 NUM_ITERATIONS = 5
 

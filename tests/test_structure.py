@@ -151,7 +151,7 @@ def test_a_recipe_is_checked_without_heavy_imports() -> None:
 def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""
     heavy = ("sentence_transformers", "faiss", "deepspeed")
-    modules = "ragr1_actors.rollout.env_runner_actor, retrieval.fleet.group"
+    modules = "ragr1_actors.rollout.env_runner_actor, retrieval.replicas.retriever_group"
     assert run_python(f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 

@@ -41,7 +41,7 @@ from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, S
 from ragr1_actors.evaluation.asking import ask
 from ragr1_actors.evaluation.evaluate import evaluate
 from ragr1_actors.planning.prepare import prepare
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary
 from ragr1_actors.runs.checkpoint import Checkpoints
@@ -339,7 +339,7 @@ class Recorder(ScriptedEngine):
 
     temperatures: ClassVar[dict[str, float]] = {}
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         super().__init__({}, tokenizer.encode)
         self.token_ids = tokenizer.encode("<answer> Riga</answer>")
 

@@ -21,7 +21,7 @@ from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.digests import FileDigest
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_FILE, Part, read_json, read_tensors, write_parts
+from ragr1_actors.core.files import LEARNER_FILE, TensorPart, read_json, read_tensors, write_parts
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
@@ -70,7 +70,7 @@ class SlowDisk:
         self.is_free = threading.Event()
         self.error: OSError | None = None
 
-    def write(self, path: Path, parts: Mapping[str, Part], source: str) -> None:
+    def write(self, path: Path, parts: Mapping[str, TensorPart], source: str) -> None:
         assert self.is_free.wait(60)
         if self.error is not None:
             raise self.error

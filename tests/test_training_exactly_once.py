@@ -24,7 +24,7 @@ from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
-from ragr1_actors.runs.checkpoint import Books
+from ragr1_actors.runs.checkpoint import TaskLedgerState
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -65,7 +65,7 @@ class Life(Simulator):
         """Learner and books are between two states."""
         self.num_stale = 0
         if saved.books:
-            self.collector.tasks.set_state(Books.model_validate_json(saved.books).model_dump())
+            self.collector.tasks.set_state(TaskLedgerState.model_validate_json(saved.books).model_dump())
         self._version = saved.version - 1
         self._publish()
         assert isinstance(self.runners, FaultyRunners)

@@ -18,7 +18,7 @@ from envs.tasks.task_stats import Stats, TaskStats
 from ragr1_actors.core.errors import ConfigError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.runs.checkpoint import Books
+from ragr1_actors.runs.checkpoint import TaskLedgerState
 from ragr1_actors.training.task_ledger import TaskLedger
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
@@ -182,7 +182,7 @@ def test_a_resumed_run_goes_on_in_the_same_order(
             ledger.trained(issue, rewards_of(issue))
         out = out[num_trained:]
     resumed = make_ledger(TASKS, seed, curriculum)
-    resumed.set_state(Books.model_validate_json(json.dumps(ledger.get_state())).model_dump())
+    resumed.set_state(TaskLedgerState.model_validate_json(json.dumps(ledger.get_state())).model_dump())
     assert [resumed.next() for _ in out] == out
     for num_before_training in (num_more, 2, 3):
         issues = [ledger.next() for _ in range(num_before_training)]

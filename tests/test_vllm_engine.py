@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from ragr1_actors.core.errors import EngineDeadError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import SHARED_MEMORY, STREAM_TOKENS, VLLMEngine
 from ragr1_actors.rollout.engines.vllm_worker import NcclEngine
 
@@ -49,7 +49,7 @@ def tokenizer(policy_dir: Path) -> PolicyTokenizer:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(policy_dir: Path, tokenizer: PolicyTokenizer) -> AsyncIterator[VLLMEngine]:
-    engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(max_rows=16, max_context_tokens=1024))
+    engine = VLLMEngine(policy_dir, tokenizer, EngineArguments(max_rows=16, max_context_tokens=1024))
     await engine.check()
     yield engine
     await engine.close()
@@ -208,13 +208,13 @@ async def test_an_engine_that_cannot_start_says_why(
     policy_dir: Path, tokenizer: PolicyTokenizer, options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(EngineError, match=f"vLLM did not start on .*{reason}"):
-        VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 512, options=options))
+        VLLMEngine(policy_dir, tokenizer, EngineArguments(4, 512, options=options))
 
 
 @any_model_runner
 async def test_a_folder_without_a_model_is_named(tmp_path: Path, tokenizer: PolicyTokenizer) -> None:
     with pytest.raises(EngineError, match=f"vLLM did not start on {tmp_path}"):
-        VLLMEngine(tmp_path, tokenizer, EngineSettings(4, 512))
+        VLLMEngine(tmp_path, tokenizer, EngineArguments(4, 512))
 
 
 class OpenGroup:
@@ -250,7 +250,7 @@ async def test_a_broadcast_that_fails_closes_its_group_at_once(
 
 @any_model_runner
 async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenizer, prompt: list[int]) -> None:
-    engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
+    engine = VLLMEngine(policy_dir, tokenizer, EngineArguments(4, 1024))
     await engine.check()
     turns = await turns_under_way(engine, prompt, 4)
     (process,) = engine_processes()
@@ -267,7 +267,7 @@ async def test_a_dead_engine_says_so(policy_dir: Path, tokenizer: PolicyTokenize
 
 @any_model_runner
 async def test_an_engine_that_dies_while_it_starts_says_so(policy_dir: Path, tokenizer: PolicyTokenizer) -> None:
-    engine = VLLMEngine(policy_dir, tokenizer, EngineSettings(4, 1024))
+    engine = VLLMEngine(policy_dir, tokenizer, EngineArguments(4, 1024))
     (process,) = engine_processes()
     process.kill()
     with pytest.raises(EngineDeadError):

@@ -13,7 +13,7 @@ import real_model
 from real_model import trajectories
 
 from ragr1_actors.core.types import Completion, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -56,7 +56,9 @@ def test_vllm_loads_the_saved_policy(run_dir: Path) -> None:
 
     async def generate() -> Completion:
         policy_dir = real_model.newest_policy(run_dir)
-        engine = VLLMEngine(policy_dir, PolicyTokenizer(policy_dir), EngineSettings(max_rows=2, max_context_tokens=512))
+        engine = VLLMEngine(
+            policy_dir, PolicyTokenizer(policy_dir), EngineArguments(max_rows=2, max_context_tokens=512)
+        )
         try:
             sampling = Sampling(max_new_tokens=len(first_turn), temperature=0.0)
             return await engine.generate(prompt, sampling, request_id="again")

@@ -28,7 +28,7 @@ from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, AdapterBase
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines import vllm_engine
-from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
 from ragr1_actors.rollout.weight_sync import Delivery, send
 
@@ -58,7 +58,7 @@ def in_place(request: pytest.FixtureRequest) -> bool:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(bases: list[Path], in_place: bool) -> AsyncIterator[VLLMEngine]:
     options = {"weight_transfer_config": {"backend": "ragr1_nccl"}} if in_place else {}
-    settings = EngineSettings(max_rows=16, max_context_tokens=1024, sleeps=True, options=options)
+    settings = EngineArguments(max_rows=16, max_context_tokens=1024, sleeps=True, options=options)
     engine = VLLMEngine(bases[0], PolicyTokenizer(bases[0]), settings)
     assert isinstance(engine, ColocatedEngine)
     await engine.check()

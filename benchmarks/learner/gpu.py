@@ -43,7 +43,7 @@ from learners.models.scoring import PolicyModel
 from learners.packing import MicroBatch, packed_layout
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.types import Completion, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from retrieval.indexes.ranking import best_of
 from retrieval.indexes.torch_index import TorchFlatIndex
@@ -274,7 +274,7 @@ async def serve(policy_dir: Path, vocab_size: int, device: torch.device, repeats
     """Continue random prompts in bf16, ``repeats`` times after a first one; the last completions are kept."""
     rng = np.random.default_rng(0)
     prompts: list[list[int]] = rng.integers(0, vocab_size, (ENGINE_ROWS, PROMPT_TOKENS)).tolist()
-    settings = EngineSettings(ENGINE_ROWS, PROMPT_TOKENS + NEW_TOKENS, "bfloat16", str(device))
+    settings = EngineArguments(ENGINE_ROWS, PROMPT_TOKENS + NEW_TOKENS, "bfloat16", str(device))
     engine = TransformersEngine(policy_dir, PolicyTokenizer(policy_dir), settings)
     rates, completions = [], []
     for number in range(repeats + 1):

@@ -159,7 +159,7 @@ def run_fleet(index_dir: Path, queries_per_call: int, quick: bool, seed: int) ->
 @contextmanager
 def fleet(index_dir: Path, settings: RetrievalSettings) -> Iterator[Any]:
     """The product's own fleet."""
-    from retrieval.fleet.group import RetrieverGroup
+    from retrieval.replicas.retriever_group import RetrieverGroup
 
     group = RetrieverGroup(index_dir, settings)
     try:
@@ -243,13 +243,13 @@ async def transport(index_dir: Path, num_queries: int, quick: bool) -> Sample:
     import requests
 
     from benchmarks.retrieval.stubs import start_stubs
-    from retrieval.fleet.batching import PoolSettings
-    from retrieval.fleet.client import RetrieverClient
+    from retrieval.replicas.batching import PoolArguments
+    from retrieval.replicas.client import RetrieverClient
 
     asked = evidence.queries(num_queries)
     stubs = start_stubs(index_dir, 1, 0.0)
     try:
-        client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
+        client = RetrieverClient(stubs.name, 1, "", PoolArguments(), str(index_dir))
         ours = await _median_s(lambda: client.search(asked, TOP_K), quick)
     finally:
         stubs.stop()
@@ -268,13 +268,13 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 
     from benchmarks.retrieval.stubs import start_stubs
     from retrieval.corpora.corpus import Corpus
-    from retrieval.fleet.batching import PoolSettings
-    from retrieval.fleet.client import RetrieverClient
     from retrieval.indexes.ranking import Ranking, to_hits
+    from retrieval.replicas.batching import PoolArguments
+    from retrieval.replicas.client import RetrieverClient
 
     stubs = start_stubs(index_dir, 1, 0.0)
     try:
-        client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
+        client = RetrieverClient(stubs.name, 1, "", PoolArguments(), str(index_dir))
         (handle,) = (ray.get_actor(name) for name in stubs.handles)
         asked, corpus = evidence.queries(1), Corpus.open(index_dir)
 
@@ -294,13 +294,13 @@ async def router(index_dir: Path, quick: bool) -> Sample:
 async def scaling(index_dir: Path, num_replicas: int, quick: bool) -> Sample:
     """Queries/s of a few replicas that take ``SERVICE_S`` per query, against as many times one's."""
     from benchmarks.retrieval.stubs import start_stubs
-    from retrieval.fleet.batching import PoolSettings
-    from retrieval.fleet.client import RetrieverClient
+    from retrieval.replicas.batching import PoolArguments
+    from retrieval.replicas.client import RetrieverClient
 
     async def measure(num_actors: int) -> float:
         stubs = start_stubs(index_dir, num_actors, SERVICE_S)
         try:
-            client = RetrieverClient(stubs.name, 1, "", PoolSettings(), str(index_dir))
+            client = RetrieverClient(stubs.name, 1, "", PoolArguments(), str(index_dir))
             return await _queries_per_s(client, num_actors * CALLERS_PER_REPLICA, 2 if quick else 6)
         finally:
             stubs.stop()

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from benchmarks.retrieval.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, passages, words
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
-from retrieval.fleet.actor import RowHits, RpcActor
 from retrieval.indexes.manifest import FileRecord, Manifest
+from retrieval.replicas.actor import RowHits, RpcActor
 
 
 def stub_passages(query: str, k: int) -> list[Passage]:
@@ -63,10 +63,10 @@ def make_stub_index(directory: Path) -> Path:
 
 
 def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
-    """Return an ``ActorFleet`` of stubs that a ``RetrieverClient`` searches as any other."""
-    from retrieval.fleet.actor_fleet import ActorFleet
+    """Return an ``ReplicaSet`` of stubs that a ``RetrieverClient`` searches as any other."""
+    from retrieval.replicas.replica_set import ReplicaSet
 
-    fleet = ActorFleet("retriever", StubActor, [(str(index_dir), service_s)])
+    fleet = ReplicaSet("retriever", StubActor, [(str(index_dir), service_s)])
     fleet.scale_to(num_actors)
     fleet.fleet.wait_until_up(300)
     return fleet

@@ -20,7 +20,7 @@ from benchmarks.measurement import Sample
 from benchmarks.rollout import workload
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, EncodeFn, OnText, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, ScriptedEngine
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -84,7 +84,7 @@ class PacedScripts(ScriptedEngine):
 class PacedEngine(PacedScripts):
     """The engine of the fleet as a recipe names it: ``env_runners.engine: benchmarks.rollout.fleet:PacedEngine``."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         super().__init__(
             Scripts(TURN_TOKENS_MEDIAN), tokenizer.encode, settings.version, token_latency_s=TOKEN_LATENCY_S
         )

@@ -293,13 +293,13 @@ async def _clocked(llm: Any, name: str, side: Coroutine[Any, Any, SideRun]) -> S
 def _engine(runner: asyncio.Runner, policy_dir: Path) -> Iterator[tuple[Any, Any]]:
     """The product's own vLLM engine, made as an ``EnvRunner`` makes it, and its tokenizer."""
     from ragr1_actors.core.resolve import load_object
-    from ragr1_actors.rollout.engines.base import ENGINES, EngineSettings, PolicyTokenizer
+    from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, PolicyTokenizer
 
     tokenizer = PolicyTokenizer(policy_dir)
     engine_class = load_object("vllm", ENGINES)
 
     async def start() -> Any:  # AsyncLLM belongs to the loop it is made in
-        engine = engine_class(policy_dir, tokenizer, EngineSettings.of(sides.make_config(), 0))
+        engine = engine_class(policy_dir, tokenizer, EngineArguments.of(sides.make_config(), 0))
         await engine.check()
         return engine
 

@@ -26,7 +26,7 @@ from ragr1_actors.lab.simulation.run import Simulator, Size
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import DrawnWorkload, made_up_task
 from ragr1_actors.planning.plan import GPUS, Machine, make_pace
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.batches import BatchCollector
@@ -58,7 +58,7 @@ class Traffic:
 class Sleeper:
     """An engine that answers after ``seconds``, one of its options."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         self._ids = tokenizer.encode("<answer> none</answer>")
         self._seconds, self._version = float(settings.options["seconds"]), settings.version
 

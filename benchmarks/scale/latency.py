@@ -20,7 +20,7 @@ from benchmarks.scale.clusters import free_port, wait_for_head
 from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.lab.simulation.workload import made_up_task
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import GroupRequest
 
@@ -47,16 +47,16 @@ class Wait:
 class LoadedSleeper(Sleeper):
     """Loads the transformers engine, and then sleeps instead of using it."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 
         super().__init__(policy_dir, tokenizer, settings)
-        TransformersEngine(policy_dir, tokenizer, EngineSettings(settings.max_rows, settings.max_context_tokens))
+        TransformersEngine(policy_dir, tokenizer, EngineArguments(settings.max_rows, settings.max_context_tokens))
 
 
 def load(policy_dir: str) -> None:
     """Load the engine as a runner does."""
-    LoadedSleeper(policy_dir, PolicyTokenizer(policy_dir), EngineSettings(1, 512, options={"seconds": 0.0}))
+    LoadedSleeper(policy_dir, PolicyTokenizer(policy_dir), EngineArguments(1, 512, options={"seconds": 0.0}))
 
 
 def scale_out(policy_dir: Path) -> Wait:

@@ -73,7 +73,7 @@ class PPOLearner(PolicyGradientLearner):
 
     def _train_critic(self, batch: TrainBatch, indices: list[int], step: int, meter: Meter) -> None:
         num_tokens = int(batch.model_lengths[indices].sum())
-        for micro_batch in self.share(batch.flat, indices):
+        for micro_batch in self.local_micro_batches(batch.flat, indices):
             chosen = batch.columns.select(micro_batch.column_index, self.device)
             values_M, returns_M = self.critic(micro_batch), chosen["returns"]
             loss_M = clipped_value_loss(values_M, chosen["values"], returns_M, self.options.vf_clip)

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from learners.deepspeed.memory import BUCKET_ELEMENTS
-from learners.deepspeed.resting import Resting
+from learners.deepspeed.offloaded import Offloaded
 from ragr1_actors.core.config import LearnerSettings
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
-from ragr1_actors.core.files import Part
+from ragr1_actors.core.files import TensorPart
 from ragr1_actors.core.imports import quick_imports
 
 State = dict[str, NDArray[Any]]
@@ -133,7 +133,7 @@ class DeepSpeedEngine:
         dtype = next(module.parameters()).dtype
         self.zero_stage = max(2, learners.zero_stage) if dtype == torch.bfloat16 else learners.zero_stage
         self._rests = rests
-        self._resting = Resting(device)
+        self._resting = Offloaded(device)
         self._grad_clip = schedule.grad_clip
         self._grad_norm = 0.0
         self._num_skipped = 0
@@ -273,19 +273,19 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
             yield
 
-    def get_parts(self) -> dict[str, Part]:
+    def get_parts(self) -> dict[str, TensorPart]:
         """Return this rank's part of the trained weights and their moments in fp32, and on rank 0 the step count."""
         self.reload_states()
         self._ensure_moments()
-        parts: dict[str, Part] = {}
+        parts: dict[str, TensorPart] = {}
         if dist.get_rank() == 0:
             step = int(next(iter(self._adamw.state.values()))["step"])
-            parts["step"] = Part(np.asarray([step], dtype=np.int64), 0, ())
+            parts["step"] = TensorPart(np.asarray([step], dtype=np.int64), 0, ())
         for name, parameter in self._trained():
             start, tensors = self._owned(parameter)
             for key, tensor in tensors.items():
                 if tensor.numel():
-                    parts[f"{key}/{name}"] = Part(
+                    parts[f"{key}/{name}"] = TensorPart(
                         tensor.detach().to("cpu", copy=True).numpy(), start, self.full_shape(parameter)
                     )
         return parts
@@ -407,7 +407,7 @@ class FrozenModule:
         rests = "reference" in learners.offload
         self._module: Any = module.eval().requires_grad_(False)
         self._is_sharded = learners.zero_stage == 3
-        self._resting: Resting | None = None
+        self._resting: Offloaded | None = None
         if self._is_sharded:
             deepspeed = _import_deepspeed()
             config = _deepspeed_config(3, next(module.parameters()).dtype, ["params"] if rests else [])
@@ -417,7 +417,7 @@ class FrozenModule:
         else:
             module.to(device)
             if rests:
-                self._resting = Resting(device)
+                self._resting = Offloaded(device)
                 self._resting.offload(module.parameters())
 
     @contextmanager

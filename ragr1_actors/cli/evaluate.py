@@ -193,10 +193,10 @@ def select(
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
     from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
-    from ragr1_actors.evaluation.selection import SelectionSettings
+    from ragr1_actors.evaluation.selection import SelectionArguments
     from ragr1_actors.evaluation.selection import select as select_tasks
 
-    settings = SelectionSettings(num_samples, temperature, max_turns, max_pass_rate, easy_share)
+    settings = SelectionArguments(num_samples, temperature, max_turns, max_pass_rate, easy_share)
     with counted_bar(errors, "sampling") as on_task:
         counts = select_tasks(
             source,

@@ -255,8 +255,8 @@ def serve(
     """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}, and by MCP."""
     from cluster.session import ray_session
     from ragr1_actors.core.config import EncoderActors, RetrievalSettings
-    from retrieval.fleet.group import RetrieverGroup
     from retrieval.http.server import run_server
+    from retrieval.replicas.retriever_group import RetrieverGroup
 
     if (mcp or stdio) and find_spec("mcp") is None:
         raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")

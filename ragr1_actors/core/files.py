@@ -262,7 +262,7 @@ def rank_part(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Consecutive elements of a tensor."""
 
     values: NDArray[Any]
@@ -276,9 +276,9 @@ class Part:
 class Tensors(Mapping[str, NDArray[Any]]):
     """Whole tensors by name, out of parts; each is put together when it is read."""
 
-    def __init__(self, parts: Iterable[Mapping[str, Part]]) -> None:
+    def __init__(self, parts: Iterable[Mapping[str, TensorPart]]) -> None:
         """Take the parts of several owners; ``DataError`` if some of a tensor's elements are missing."""
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[TensorPart]] = {}
         for owned in parts:
             for name, part in owned.items():
                 self._parts.setdefault(name, []).append(part)
@@ -311,7 +311,7 @@ _Places = dict[str, tuple[int, tuple[int, ...]]]
 """Of the tensors in a file that are not whole: index of the first element, and the whole shape."""
 
 
-def write_parts(path: Path, parts: Mapping[str, Part], source: str = "") -> None:
+def write_parts(path: Path, parts: Mapping[str, TensorPart], source: str = "") -> None:
     """Write one safetensors file: whole tensors in their shapes, others flat, with their places as metadata.
 
     ``source`` names what the parts are of; ``read_learner`` refuses parts of different sources.
@@ -354,13 +354,13 @@ def read_learner(path: Path) -> Tensors:
         raise DataError(f"{path.parent} is damaged: {error}") from error
 
 
-def _read_parts(file: Path) -> tuple[dict[str, Part], str]:
+def _read_parts(file: Path) -> tuple[dict[str, TensorPart], str]:
     """Return the parts in a file, and their source."""
     tensors = read_tensors(file)
     with safe_open(file, framework="np") as opened:
         metadata = opened.metadata() or {}
     places = validated(_Places, metadata.get("parts", "{}").encode(), str(file))
-    parts = {name: Part(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
+    parts = {name: TensorPart(tensor.ravel(), *places.get(name, (0, tensor.shape))) for name, tensor in tensors.items()}
     return parts, metadata.get("source", "")
 
 

@@ -1,7 +1,7 @@
 """``ragr1 ask``: one policy in this process that answers question after question, and shows how.
 
-A ``Sampler`` would do the same, but it loads Ray, the learners and what builds an index. Here a person waits: only the
-engine, the environment and the retriever are loaded, and the policy writes while a thread loads the retriever.
+``RolloutFleets`` would do the same, but it loads Ray, the learners and what builds an index. Here a person waits: only
+the engine, the environment and the retriever are loaded, and the policy writes while a thread loads the retriever.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``ragr1 evaluate``: tasks answered with a policy, the scores of its answers, and their means.
 
-A ``Sampler`` answers, in this process, with what ``evaluated_policy.py`` opens.
+A ``RolloutFleets`` answers, in this process, with what ``evaluated_policy.py`` opens.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, split_tasks
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.groups import FinishedGroup, GroupSummary
-from ragr1_actors.rollout.sampler import Sampler, describe_loading
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets, describe_loading
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
-    EvalSettings,
+    EvalArguments,
     Latency,
     TaskScore,
     append_score,
@@ -178,7 +178,7 @@ class _Pass:
         self, subject: EvaluatedPolicy, source: str, tasks: Sequence[Task], concurrency: int, out: Path | None
     ) -> None:
         self.tasks, self.concurrency, self._out = tasks, concurrency, out
-        self.settings = EvalSettings(
+        self.settings = EvalArguments(
             subject.name,
             source,
             len(tasks),
@@ -202,7 +202,7 @@ class _Pass:
         done = {one.task_id for one in self.scores}
         return [task for task in self.tasks if task.task_id not in done]
 
-    def answer(self, sampler: Sampler, on_task: Callable[[], None]) -> None:
+    def answer(self, sampler: RolloutFleets, on_task: Callable[[], None]) -> None:
         """Answer what is left; ``FleetError`` if every task failed."""
 
         def on_group(group: FinishedGroup) -> None:
@@ -243,7 +243,7 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 
 
 @contextmanager
-def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
+def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets]:
     """Load policy and index, once the services that the tasks need have answered a short request each."""
     config = check_services(subject.config, subject.store)
     if config.env_runners.engine == "endpoint":
@@ -253,14 +253,14 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[Sampler]:
         index_dir = prepare_index(config, made_in)
         with ExitStack() as stack:
             with show(describe_loading(config)):
-                sampler = stack.enter_context(Sampler(config, subject.folder, index_dir))
+                sampler = stack.enter_context(RolloutFleets(config, subject.folder, index_dir))
             yield sampler
 
 
 async def _probe_endpoint(config: SamplerConfig) -> None:
     """Ask the endpoint as the environment will, with its tools; ``ConfigError`` if it does not answer."""
     tokenizer, settings = EndpointTokenizer(), config.environment
-    engine, chat = EndpointEngine("", tokenizer, EngineSettings.of(config, 0)), chat_format_of(config, tokenizer)
+    engine, chat = EndpointEngine("", tokenizer, EngineArguments.of(config, 0)), chat_format_of(config, tokenizer)
     if isinstance(chat, EndpointFormat) and chat.is_native:
         env_class: Callable[..., TextEnv] = load_object(settings.env, ENVS)
         env = env_class(settings, stand_in_context(settings))

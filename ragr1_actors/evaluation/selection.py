@@ -37,7 +37,7 @@ from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, prepare_policy
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.sampler import Sampler, describe_loading, session_for
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets, describe_loading, session_for
 from ragr1_actors.runs.layout import INDEX
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
 
@@ -51,7 +51,7 @@ _TAKEN_AS = {
 
 
 @dataclass(frozen=True)
-class SelectionSettings:
+class SelectionArguments:
     """How tasks are sampled and which are kept; RAG-R1's numbers where it has one."""
 
     num_samples: int = 10
@@ -88,7 +88,7 @@ def select(
     source: str,
     tasks: NamedTasks,
     out: Path,
-    settings: SelectionSettings,
+    settings: SelectionArguments,
     *,
     overrides: Sequence[str] = (),
     index: Path | None = None,
@@ -122,7 +122,7 @@ def select(
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
         with show(describe_loading(config)):
-            sampler = stack.enter_context(Sampler(config, share(policy_dir), index_dir, share=share))
+            sampler = stack.enter_context(RolloutFleets(config, share(policy_dir), index_dir, share=share))
         successes = _sample(sampler, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
@@ -138,7 +138,7 @@ def select(
     return counts
 
 
-def _check_arguments(out: Path, settings: SelectionSettings) -> None:
+def _check_arguments(out: Path, settings: SelectionArguments) -> None:
     if out.exists():
         raise DataError(f"{out} exists already; choose another --out, or delete it")
     if not out.absolute().parent.is_dir():
@@ -150,7 +150,7 @@ def _check_arguments(out: Path, settings: SelectionSettings) -> None:
 
 
 def _selection_config(
-    source: str, settings: SelectionSettings, overrides: Sequence[str], index: Path | None
+    source: str, settings: SelectionArguments, overrides: Sequence[str], index: Path | None
 ) -> SamplerConfig:
     """Return how a recipe, run or checkpoint samples, with its policy and index; ``UserError`` on an unknown one."""
     for name in (assignment.partition("=")[0] for assignment in overrides):
@@ -174,7 +174,7 @@ def _selection_config(
 
 
 def _sample(
-    sampler: Sampler, tasks: tuple[Task, ...], settings: SelectionSettings, on_task: Callable[[int, int], None]
+    sampler: RolloutFleets, tasks: tuple[Task, ...], settings: SelectionArguments, on_task: Callable[[int, int], None]
 ) -> dict[str, int]:
     """Return the number of correct answers by task id, for every task that did not fail."""
     successes: dict[str, int] = {}
@@ -191,7 +191,7 @@ def _sample(
 
 
 def choose(
-    tasks: Sequence[Task], successes: dict[str, int], settings: SelectionSettings, seed: int
+    tasks: Sequence[Task], successes: dict[str, int], settings: SelectionArguments, seed: int
 ) -> tuple[list[Task], SelectionCounts]:
     """Return the tasks to keep, in their order, and the number of tasks per class.
 
@@ -209,7 +209,7 @@ def choose(
     return kept, SelectionCounts(tasks=len(tasks), **sizes, kept_easy=len(drawn), kept=len(kept))
 
 
-def _class(num_correct: int | None, settings: SelectionSettings) -> str:
+def _class(num_correct: int | None, settings: SelectionArguments) -> str:
     if num_correct is None:
         return "failed"
     if num_correct == 0:

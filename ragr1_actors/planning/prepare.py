@@ -1,6 +1,6 @@
 """What a run needs before its first actor starts: tasks, index, policy folder and demonstrations.
 
-``prepare`` loads or makes all of it and returns a ``Workspace``. The fleets are built from that, see ``algorithm.py``.
+``prepare`` loads or makes all of it and returns a ``PreparedRun``. ``Algorithm`` builds the fleets from that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Workspace:
+class PreparedRun:
     """Everything on disk and in memory that the fleets are built from."""
 
     train_tasks: tuple[Task, ...]
@@ -74,7 +74,7 @@ class Workspace:
     """What a person should know about the data."""
 
 
-def prepare(config: RunConfig, run_dir: Path) -> Workspace:
+def prepare(config: RunConfig, run_dir: Path) -> PreparedRun:
     """Load the tasks, and build what is missing: index and tiny policy; ``UserError`` on unusable or too few tasks."""
     environment = config.environment
     run_dir = run_dir.absolute()  # actors may have another working directory
@@ -114,7 +114,7 @@ def prepare(config: RunConfig, run_dir: Path) -> Workspace:
         stored.check_tokens(load_tokenizer(on_this_node(policy_dir), config.policy).decode)
     notes += tuple(long_prompts(config, policy_dir, train))
     demonstrate = _demonstrate(config, sources, known, index_dir) if teacher is None else teacher.demonstrate
-    return Workspace(train, evaluation, index_dir, policy_dir, demonstrated, teacher is not None, demonstrate, notes)
+    return PreparedRun(train, evaluation, index_dir, policy_dir, demonstrated, teacher is not None, demonstrate, notes)
 
 
 def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) -> Iterator[str]:
@@ -285,7 +285,7 @@ def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None)
         yield from (f" {passage.title}: {passage.text}" for passage in Corpus.open(index_dir))
 
 
-def draw_demonstrations(workspace: Workspace, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
+def draw_demonstrations(workspace: PreparedRun, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
     """Draw ``count`` demonstrations, seeded. Tasks repeat if there are fewer; those of a teacher's file do not."""
     rng = random.Random(f"demonstrations {seed}")
     drawn: list[tuple[Task, tuple[str, ...]]] = []

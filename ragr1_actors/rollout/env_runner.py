@@ -26,7 +26,7 @@ from ragr1_actors.rollout.engine_meter import EngineLoad, MeteredEngine
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
     Engine,
-    EngineSettings,
+    EngineArguments,
     PolicyTokenizer,
     check_takes_part,
     load_tokenizer,
@@ -75,7 +75,7 @@ class EnvRunner:
             policy_dir = on_this_node(policy)
             check_files(policy_dir, weights=True)
             tokenizer = load_tokenizer(policy_dir, config.policy)
-        engine: Engine = engine_class(policy_dir, tokenizer, EngineSettings.of(config, version))
+        engine: Engine = engine_class(policy_dir, tokenizer, EngineArguments.of(config, version))
         check_takes_part(engine, config)  # now, and not when the first version is published
         return cls(config, tokenizer, retriever, engine)
 

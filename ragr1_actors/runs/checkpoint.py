@@ -55,7 +55,7 @@ class _Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Books(_Stored):
+class TaskLedgerState(_Stored):
     """The return value of ``TaskLedger.get_state``."""
 
     epoch: int = Field(ge=0)
@@ -89,12 +89,12 @@ class RunState(_Stored):
     policy_version: int = Field(ge=0)
     learner: str
     """Name of the learner that wrote the tensors; empty before the first one."""
-    sampler: Books
+    sampler: TaskLedgerState
     extra: dict[str, Any]
-    """Data of the caller of ``Algorithm.save``; of a ``TrainingRun`` the fields of ``Standing``."""
+    """Data of the caller of ``Algorithm.save``; of a ``TrainingRun`` the fields of ``TrainingRunState``."""
 
 
-class Standing(_Stored):
+class TrainingRunState(_Stored):
     """What ``TrainingRun`` stores in addition: the wall time so far in seconds, the finished stages and the guard."""
 
     wall_s: float

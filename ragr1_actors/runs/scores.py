@@ -65,7 +65,7 @@ class TaskScore:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSettings:
+class EvalArguments:
     """What a results file was measured with; it goes on only with the same."""
 
     policy: str
@@ -169,7 +169,7 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def open_scores(path: Path, settings: EvalSettings) -> list[TaskScore]:
+def open_scores(path: Path, settings: EvalArguments) -> list[TaskScore]:
     """Return the scores of a file that this evaluation goes on with; a new file is begun, a line cut off is removed.
 
     Raises:
@@ -225,7 +225,7 @@ def append_score(path: Path, found: TaskScore) -> None:
         file.write(_line(asdict(found)))
 
 
-def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
+def read_scores(path: Path) -> tuple[EvalArguments, list[TaskScore]]:
     """Return the settings and scores of a results file; a last line without its end is left out.
 
     Raises:
@@ -234,7 +234,7 @@ def read_scores(path: Path) -> tuple[EvalSettings, list[TaskScore]]:
     if not path.is_file():
         raise DataError(f"no results file {path}; give one that `ragr1 evaluate --out` wrote")
     lines = path.read_bytes().split(b"\n")[:-1]
-    settings = validated(EvalSettings, lines[0] if lines else b"", f"{path}, line 1", _REMEDY)
+    settings = validated(EvalArguments, lines[0] if lines else b"", f"{path}, line 1", _REMEDY)
     scores: dict[str, TaskScore] = {}
     for number, line in enumerate(lines[1:], start=2):
         found = validated(TaskScore, line, f"{path}, line {number}", _REMEDY)

@@ -1,4 +1,4 @@
-"""Algorithm: the trainer, which drives a ``Sampler`` and a ``LearnerGroup`` over a prepared ``Workspace``.
+"""Algorithm: the trainer, which drives a ``RolloutFleets`` and a ``LearnerGroup`` over a prepared ``PreparedRun``.
 
 One ``train()``::
 
@@ -52,10 +52,10 @@ from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_
 from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
 from ragr1_actors.evaluation.evaluate import eval_result
 from ragr1_actors.planning.preflight import check_names
-from ragr1_actors.planning.prepare import Workspace, draw_demonstrations, learnable, prepare
+from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, checkpoint_name, read_state
 from ragr1_actors.runs.layout import INDEX, SFT_POLICY
@@ -93,9 +93,9 @@ class Algorithm:
         self,
         config: RunConfig,
         store: RunStore,
-        workspace: Workspace,
+        workspace: PreparedRun,
         policy: AnyFolder,
-        sampler: Sampler,
+        sampler: RolloutFleets,
         learners: LearnerGroup,
         placement: Placement,
         held: HeldBlock = nullcontext,
@@ -151,7 +151,7 @@ class Algorithm:
 
     @classmethod
     def start(
-        cls, config: RunConfig, run_dir: str | Path | RunStore, workspace: Workspace, held: HeldBlock = nullcontext
+        cls, config: RunConfig, run_dir: str | Path | RunStore, workspace: PreparedRun, held: HeldBlock = nullcontext
     ) -> Self:
         """Start the fleets over prepared data, and wait until they are ready. Ray is initialised if any has actors.
 
@@ -166,7 +166,7 @@ class Algorithm:
         with ExitStack() as started:
             placement = Placement(config, has_index=workspace.index_dir is not None)
             started.callback(placement.remove)
-            sampler = Sampler(config, policy, workspace.index_dir, placement, store.share)
+            sampler = RolloutFleets(config, policy, workspace.index_dir, placement, store.share)
             started.callback(sampler.stop)
             learners = LearnerGroup(config, placement.learner_options, placement.spare_cpus)
             started.callback(learners.stop)

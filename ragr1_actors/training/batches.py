@@ -22,7 +22,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
-from ragr1_actors.rollout.sampler import TaskSampling
+from ragr1_actors.rollout.rollout_fleets import TaskRound
 from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class SharedFleet:
     def __init__(self, fleet: GroupFleet) -> None:
         """Share ``fleet``."""
         self._fleet = fleet
-        self.evaluation: TaskSampling | None = None
+        self.evaluation: TaskRound | None = None
         """What is sampled beside."""
         self._num_sampled_tokens = 0
 

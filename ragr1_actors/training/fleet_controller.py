@@ -32,11 +32,11 @@ from ragr1_actors.core.config import (
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.sampler import Sampler
+from ragr1_actors.rollout.rollout_fleets import RolloutFleets
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
 from ragr1_actors.runs.scaling import FleetName, ScalingDecision
 from ragr1_actors.runs.store import RunStore
-from retrieval.fleet.actor_fleet import ActorFleet
+from retrieval.replicas.replica_set import ReplicaSet
 
 TICK_S = 1.0
 """Between two looks at the fleets and at the orders."""
@@ -95,12 +95,12 @@ class LearnerClock:
 
 @dataclass
 class _Controlled:
-    """A fleet, its size, and what decides about it."""
+    """A group of actors, its size, and what decides about it."""
 
     name: FleetName
     prefix: str
     """The names of its metrics begin with it: ``env_runners/``."""
-    fleet: EnvRunnerGroup | ActorFleet
+    group: EnvRunnerGroup | ReplicaSet
     num_replicas: int
     """The size that is wanted."""
     make_scaler: Callable[[int], Autoscaler] | None
@@ -133,7 +133,7 @@ class FleetController:
     def __init__(
         self,
         config: RunConfig,
-        sampler: Sampler,
+        sampler: RolloutFleets,
         store: RunStore,
         num_finished_batches: Callable[[], float],
         learner_actors: Callable[[], list[Any]],
@@ -153,7 +153,7 @@ class FleetController:
         self._order_id = ""
         self._ticked_at = self._ordered_at = 0.0
 
-    def _find_fleets(self, config: RunConfig, sampler: Sampler) -> list[_Controlled]:
+    def _find_fleets(self, config: RunConfig, sampler: RolloutFleets) -> list[_Controlled]:
         runners, retrieval, found = config.env_runners, config.retrieval, []
         if not runners.num_env_runners:
             self._refusals["runners"] = "the driver samples itself (env_runners.num_env_runners is 0)"
@@ -183,11 +183,11 @@ class FleetController:
         self._take_order()
         leaving = draining_nodes() if self._fleets else set()
         for controlled in self._fleets.values():
-            state = controlled.fleet.state()
+            state = controlled.group.state()
             if controlled.name == "runners":
                 state = replace(state, learner=self.learner.state(self._num_finished_batches()))
             controlled.note(state)
-            if leaving and (num_moved := controlled.fleet.fleet.drain_nodes(leaving)):
+            if leaving and (num_moved := controlled.group.fleet.drain_nodes(leaving)):
                 self._resize(controlled, controlled.num_replicas, f"Ray takes back the nodes of {num_moved}")
             if controlled.scaler is not None:
                 decision = controlled.scaler.decide(state)
@@ -202,14 +202,14 @@ class FleetController:
         if size != controlled.num_replicas:
             direction = "up" if size > controlled.num_replicas else "down"
             count("scaling_decisions", 1, fleet=controlled.name, direction=direction)
-        controlled.fleet.scale_to(size)
+        controlled.group.scale_to(size)
         controlled.num_replicas = size
-        controlled.note(controlled.fleet.state())  # a row of metrics never has the new target beside the old sizes
+        controlled.note(controlled.group.state())  # a row of metrics never has the new target beside the old sizes
         controlled.has_no_room_since_s, controlled.said_no_room = None, False
 
     def _look_for_room(self, controlled: _Controlled) -> None:
         """Say once after a decision that new replicas have no place."""
-        if controlled.said_no_room or not (waiting := controlled.fleet.fleet.unplaced()):
+        if controlled.said_no_room or not (waiting := controlled.group.fleet.unplaced()):
             controlled.has_no_room_since_s = None
             return
         now = time.monotonic()
@@ -242,7 +242,7 @@ class FleetController:
 
     def _kill(self, order: ScaleOrder) -> ScaleAnswer:
         assert order.kill is not None
-        actors = {name: controlled.fleet.actors for name, controlled in self._fleets.items()}
+        actors = {name: controlled.group.actors for name, controlled in self._fleets.items()}
         found = self._learner_actors() if order.kill == "learners" else actors.get(order.kill, [])
         if not found:
             return ScaleAnswer(order_id=order.order_id, message=f"none of the {order.kill} is up", is_refused=True)

@@ -25,9 +25,9 @@ from ragr1_actors.core.files import is_no_room, validated
 from ragr1_actors.core.interrupts import InterruptGuard
 from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
 from ragr1_actors.pages.report.page import write_page
-from ragr1_actors.planning.prepare import Workspace, prepare
-from ragr1_actors.rollout.sampler import describe_loading, session_for
-from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, Standing, checkpoint_name
+from ragr1_actors.planning.prepare import PreparedRun, prepare
+from ragr1_actors.rollout.rollout_fleets import describe_loading, session_for
+from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, TrainingRunState, checkpoint_name
 from ragr1_actors.runs.layout import INDEX, POLICY
 from ragr1_actors.runs.report import (
     REPORT_HTML,
@@ -209,7 +209,7 @@ class TrainingRun:
         if checkpoint is None:
             return
         try:
-            standing = validated(Standing, algorithm.restore() or {}, f"extra in {STATE_FILE}")
+            standing = validated(TrainingRunState, algorithm.restore() or {}, f"extra in {STATE_FILE}")
         except DataError as error:
             raise RunDirectoryError(f"{error}; {checkpoints.recovery_hint(checkpoint)}") from error
         self._wall_before_s, self._stages = standing.wall_s, list(standing.stages)
@@ -243,7 +243,7 @@ class TrainingRun:
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
 
-    def _describe(self, workspace: Workspace, recall: dict[str, float]) -> None:
+    def _describe(self, workspace: PreparedRun, recall: dict[str, float]) -> None:
         for note in workspace.notes:
             self._console.print(note, markup=False)  # a shape such as "text": [paragraph, ...] is no markup
         shares = ", ".join(f"{name} {value:.2f}" for name, value in recall.items())
@@ -393,7 +393,7 @@ class TrainingRun:
             if not (why_stop := guard.why_stop(alarms)):
                 extra = algorithm.roll_back(guard.last_good(alarms), guard.next_lr_factor)
             if extra is not None:
-                then = validated(Standing, extra, f"extra in {STATE_FILE}").guard
+                then = validated(TrainingRunState, extra, f"extra in {STATE_FILE}").guard
                 guard.rolled_back(alarms, algorithm.iteration, then)
                 logger.rewind("rl")
             self._save(algorithm)

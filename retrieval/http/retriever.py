@@ -37,7 +37,7 @@ from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened, val
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise
-from retrieval.fleet.batching import PooledRetriever, PoolSettings, Refusal
+from retrieval.replicas.batching import PoolArguments, PooledRetriever, Refusal
 
 BUSY_TRIES = 5
 """Number of requests to a busy server that has no second one beside it."""
@@ -109,7 +109,7 @@ class HttpRetriever:
             )
             for url in endpoints
         }
-        pool = PoolSettings(settings.timeout_s, settings.max_retries, settings.cache_size)
+        pool = PoolArguments(settings.timeout_s, settings.max_retries, settings.cache_size)
         self._pool = PooledRetriever(replicas, pool)
 
     def __reduce__(self) -> tuple[type[HttpRetriever], tuple[Any, ...]]:

@@ -38,8 +38,8 @@ from cluster.http import HttpServer, Limits, RequestError, check_token, has_toke
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from ragr1_actors.core.files import checked
 from retrieval.base import Hits, Passage, Retriever
-from retrieval.fleet.batching import PooledRetriever, PoolSettings
 from retrieval.local import LocalRetriever
+from retrieval.replicas.batching import PoolArguments, PooledRetriever
 
 if TYPE_CHECKING:
     from retrieval.http.mcp_server import McpEndpoint
@@ -160,7 +160,7 @@ class RetrievalServer:
         self._token = token
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica, so that neither an index nor a model is used twice at the same time.
-        pool = PooledRetriever({"thread": self._thread}, PoolSettings(max_retries=1)) if self._thread else None
+        pool = PooledRetriever({"thread": self._thread}, PoolArguments(max_retries=1)) if self._thread else None
         self._retriever: Retriever = pool or retriever
         self._probing = asyncio.Lock()
         self._num_probes = 0

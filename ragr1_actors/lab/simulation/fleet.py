@@ -25,8 +25,8 @@ from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from retrieval.base import Hits, Passage
-from retrieval.fleet.actor_fleet import REFRESH_S
-from retrieval.fleet.batching import PooledRetriever, PoolSettings
+from retrieval.replicas.batching import PoolArguments, PooledRetriever
+from retrieval.replicas.replica_set import REFRESH_S
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +108,7 @@ class SimulatedRetrievers:
 
     def client(self, number: int) -> SimulatedClient:
         """Return the client of the env runner with a number."""
-        settings = PoolSettings(self._settings.requests.timeout_s, self._settings.requests.max_retries)
+        settings = PoolArguments(self._settings.requests.timeout_s, self._settings.requests.max_retries)
         pool = PooledRetriever(self._searched(), settings, seed=self._rng.getrandbits(32))
         self._clients[number] = SimulatedClient(pool, self._hits)
         return self._clients[number]

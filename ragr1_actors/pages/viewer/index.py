@@ -23,7 +23,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.pages.viewer.parts import PART_SCHEMA, STAGES, Origin, Part, Source, keep_part, make_part, read_part
+from ragr1_actors.pages.viewer.parts import (
+    PART_SCHEMA,
+    STAGES,
+    IndexedFile,
+    Origin,
+    Source,
+    keep_part,
+    make_part,
+    read_part,
+)
 
 PARTS = "view"
 """The folder of a run with the parts; it can be removed at any time."""
@@ -39,7 +48,7 @@ class Snapshot:
 
     version: int
     """Rises with every change."""
-    parts: tuple[Part, ...]
+    parts: tuple[IndexedFile, ...]
     num_files: int
     """Files of trajectories in the run; more than ``parts`` while the index is made."""
     problems: tuple[str, ...] = ()
@@ -91,7 +100,7 @@ class Index:
     def __init__(self, trajectories: Path, parts: Path) -> None:
         """Index the files of the folder ``trajectories``, and keep the parts in the folder ``parts``."""
         self._trajectories, self._directory = trajectories, parts
-        self._parts: dict[Path, Part] = {}
+        self._parts: dict[Path, IndexedFile] = {}
         self._refused: dict[Source, str] = {}
         self._odd: tuple[str, ...] = ()
         self._unwritten = ""
@@ -176,7 +185,7 @@ class Index:
         if part is not None:
             self._parts[source.path] = self._kept(part)
 
-    def _kept(self, part: Part) -> Part:
+    def _kept(self, part: IndexedFile) -> IndexedFile:
         kept = self._directory / part.source.path.name
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

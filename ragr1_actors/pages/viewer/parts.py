@@ -129,7 +129,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class IndexedFile:
     """The rows of one file."""
 
     origin: Origin
@@ -152,7 +152,7 @@ def map_file(path: Path) -> pa.Buffer:
         os.close(descriptor)
 
 
-def read_part(path: Path, source: Source) -> Part | None:
+def read_part(path: Path, source: Source) -> IndexedFile | None:
     """Map the part of a file; None if there is none, or it is damaged, or of another file or another version."""
     try:
         kept = Source.of(path)
@@ -162,10 +162,10 @@ def read_part(path: Path, source: Source) -> Part | None:
     rows = mapped.slice(0, max(0, mapped.size - _DIGEST_BYTES))
     if mapped.slice(rows.size).to_pybytes() != _digest(rows, source):
         return None
-    return Part(Origin.of(source.path.stem), source, kept, pa.ipc.open_file(rows).read_all())
+    return IndexedFile(Origin.of(source.path.stem), source, kept, pa.ipc.open_file(rows).read_all())
 
 
-def make_part(source: Source, is_stopped: Callable[[], bool]) -> Part | None:
+def make_part(source: Source, is_stopped: Callable[[], bool]) -> IndexedFile | None:
     """Read a file of trajectories; None if the viewer is stopped meanwhile.
 
     Raises:
@@ -177,10 +177,10 @@ def make_part(source: Source, is_stopped: Callable[[], bool]) -> Part | None:
             return None
         batches.append(batch)
     table = pa.Table.from_batches(batches, schema=PART_SCHEMA).combine_chunks()
-    return Part(Origin.of(source.path.stem), source, None, table)
+    return IndexedFile(Origin.of(source.path.stem), source, None, table)
 
 
-def keep_part(path: Path, part: Part) -> Part:
+def keep_part(path: Path, part: IndexedFile) -> IndexedFile:
     """Write a part, in place of whatever is there, and return it mapped; ``OSError`` if it cannot be written."""
 
     def write(writing: Path) -> None:

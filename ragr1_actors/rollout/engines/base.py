@@ -41,7 +41,7 @@ WakeTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineArguments:
     """What an engine is made with, beside the policy's folder and its tokenizer."""
 
     max_rows: int
@@ -59,7 +59,7 @@ class EngineSettings:
     """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
     @classmethod
-    def of(cls, config: SamplerConfig, version: int) -> EngineSettings:
+    def of(cls, config: SamplerConfig, version: int) -> EngineArguments:
         """Return those of a recipe; ``version`` is that of the weights in the policy's folder."""
         settings = config.env_runners
         return cls(
@@ -466,7 +466,7 @@ def check_takes_part(engine: Engine, config: SamplerConfig) -> None:
 
 
 EngineClass = Callable[..., Engine]
-"""``(policy_dir, tokenizer, EngineSettings) -> Engine``."""
+"""``(policy_dir, tokenizer, EngineArguments) -> Engine``."""
 
 ENGINES: dict[str, EngineClass | Any] = {
     "transformers": "ragr1_actors.rollout.engines.transformers_engine:TransformersEngine",

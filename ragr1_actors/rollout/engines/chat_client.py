@@ -22,7 +22,7 @@ from ragr1_actors.core.credentials import is_token, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
-from ragr1_actors.rollout.engines.base import ENGINES, EngineSettings, load_tokenizer
+from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, load_tokenizer
 from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, retry
 
 LONGEST_PAUSE_S = 60.0
@@ -251,7 +251,7 @@ class EngineChat:
     def _load(self) -> tuple[Any, Any]:
         settings = self._settings
         tokenizer = load_tokenizer(settings.model, PolicySettings())
-        limits = EngineSettings(settings.max_in_flight, settings.max_context_tokens)
+        limits = EngineArguments(settings.max_in_flight, settings.max_context_tokens)
         return tokenizer, load_object(settings.engine, ENGINES)(settings.model, tokenizer, limits)
 
 

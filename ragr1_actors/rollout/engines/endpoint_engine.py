@@ -28,7 +28,7 @@ from envs.observations import defuse
 from ragr1_actors.core.config import EndpointSettings
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, ServiceError, shortened
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling
-from ragr1_actors.rollout.engines.base import EngineSettings
+from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.chat_client import (
     KEY_REFUSED,
     TOOLS_ADVICE,
@@ -159,7 +159,7 @@ class EndpointTokenizer:
 class EndpointEngine:
     """An ``Engine`` over ``POST URL/chat/completions``. The policy's folder is not used."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: EndpointTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: EndpointTokenizer, settings: EngineArguments) -> None:
         """Check the options, which are ``EndpointSettings``; nothing is sent before the first request.
 
         Raises:

@@ -28,7 +28,7 @@ from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
 from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
 from ragr1_actors.rollout.engines.grouped_attention import use_grouped_attention
 
@@ -40,7 +40,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TransformersEngine:
     """An ``Engine`` over a model that ``AutoModelForCausalLM`` loads."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         """Load the model.
 
         Raises:

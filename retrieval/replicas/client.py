@@ -33,11 +33,11 @@ from cluster.rpc import RpcClient, decode
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus
-from retrieval.fleet.actor import CODEC, PackedHits, RowHits
-from retrieval.fleet.actor_fleet import REFRESH_S, find_actors
-from retrieval.fleet.batching import Batcher, ClientLoad, PooledRetriever, PoolSettings
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
+from retrieval.replicas.actor import CODEC, PackedHits, RowHits
+from retrieval.replicas.batching import Batcher, ClientLoad, PoolArguments, PooledRetriever
+from retrieval.replicas.replica_set import REFRESH_S, find_actors
 
 _log = logging.getLogger(__name__)
 
@@ -50,14 +50,14 @@ class RetrieverClient:
     """Retriever of an env runner: it caches, batches, routes and retries. It pickles as its arguments."""
 
     def __init__(
-        self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolSettings, index_dir: str = ""
+        self, fleet: str, num_shards: int, encoder_fleet: str, settings: PoolArguments, index_dir: str = ""
     ) -> None:
         """Find the actors of a fleet by name, since handles would bind a client to the node of their owner.
 
         Args:
-            fleet: ``ActorFleet.name`` of the retrievers.
+            fleet: ``ReplicaSet.name`` of the retrievers.
             num_shards: number of actors per replica.
-            encoder_fleet: ``ActorFleet.name`` of the encoders; empty if each retriever encodes.
+            encoder_fleet: ``ReplicaSet.name`` of the encoders; empty if each retriever encodes.
             settings: timeout, retries and cache size.
             index_dir: directory of the fleet's index. If this node has it too, actors answer with rows and the passages
                 are read here; if not, or if it is empty, actors answer with the passages.

@@ -13,7 +13,7 @@ from waits import until
 
 from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.fleet.batching import MAX_BATCH, ROOM, PooledRetriever, PoolSettings
+from retrieval.replicas.batching import MAX_BATCH, ROOM, PoolArguments, PooledRetriever
 
 
 def answer(query: str, k: int) -> Hits:
@@ -59,7 +59,7 @@ def batcher(
     *replicas: FakeReplica, timeout_s: float = 5.0, max_retries: int = 2, cache_size: int = 0
 ) -> PooledRetriever:
     named = {f"replica {number}": replica for number, replica in enumerate(replicas)}
-    return PooledRetriever(named, PoolSettings(timeout_s, max_retries, cache_size))
+    return PooledRetriever(named, PoolArguments(timeout_s, max_retries, cache_size))
 
 
 async def test_callers_of_one_turn_share_a_batch_and_each_gets_its_own() -> None:
@@ -111,7 +111,7 @@ async def test_large_queues_are_cut_and_spread_over_idle_replicas() -> None:
 @pytest.mark.parametrize(("has_stages", "sizes"), [(False, [96]), (True, [48, 48])])
 async def test_a_large_batch_is_halved_for_replicas_of_two_stages_alone(has_stages: bool, sizes: list[int]) -> None:
     replica = FakeReplica(delay_s=0.01)
-    search = PooledRetriever({"one": replica}, PoolSettings(), has_stages=has_stages).search
+    search = PooledRetriever({"one": replica}, PoolArguments(), has_stages=has_stages).search
     await asyncio.gather(*[search([f"q{i}", f"r{i}", f"s{i}"], 2) for i in range(32)])
     assert [len(batch) for batch in replica.batches] == sizes
     assert replica.most_out == len(sizes)  # each stage has one

@@ -64,7 +64,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSettings:
+class PoolArguments:
     """Timeout, retries and cache of a pool of replicas; keys of the recipe's ``retrieval`` section."""
 
     timeout_s: float = 30.0
@@ -137,7 +137,7 @@ class Batcher(Generic[A]):
     def __init__(
         self,
         replicas: Mapping[str, Replica[A]],
-        settings: PoolSettings,
+        settings: PoolArguments,
         *,
         has_stages: bool = False,
         seed: int | None = None,
@@ -392,7 +392,7 @@ class PooledRetriever:
     def __init__(
         self,
         replicas: Mapping[str, Replica[Hits | Refusal]],
-        settings: PoolSettings,
+        settings: PoolArguments,
         *,
         has_stages: bool = False,
         seed: int | None = None,

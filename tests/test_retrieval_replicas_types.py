@@ -14,8 +14,8 @@ from transformers import BertForSequenceClassification
 from ragr1_actors.core.config import RetrievalSettings
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
-from retrieval.fleet.group import RetrieverGroup
 from retrieval.local import LocalRetriever
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 NAMES = [f"Person{i} Family{i % 7}" for i in range(400)]

@@ -19,14 +19,14 @@ from cluster.rpc import RpcAddress, RpcServer, encode
 from cluster.watchdog import beating
 from ragr1_actors.core.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
-from retrieval.fleet.batching import ClientLoad
 from retrieval.indexes.manifest import FLAT, Manifest
+from retrieval.replicas.batching import ClientLoad
 
 CODEC = pa.Codec("zstd", compression_level=1)
 
 
 @dataclass(frozen=True, slots=True)
-class ActorSettings:
+class ActorArguments:
     """Arguments of an actor of the fleet."""
 
     index: AnyFolder
@@ -151,7 +151,7 @@ class RpcActor(RpcServer):
 class RetrieverActor(RpcActor):
     """Holds the index or some of its shards. One search at a time, on all of the actor's threads."""
 
-    def __init__(self, settings: ActorSettings) -> None:
+    def __init__(self, settings: ActorArguments) -> None:
         """Open the index and search once, so that the first caller finds everything loaded.
 
         Raises:
@@ -163,7 +163,7 @@ class RetrieverActor(RpcActor):
             self.run(self._load_index, settings)
         self.serve(self.search_batch, self.rank_batch, self.open_batch)
 
-    def _load_index(self, settings: ActorSettings) -> None:
+    def _load_index(self, settings: ActorArguments) -> None:
         from retrieval.local import LocalRetriever
 
         index_dir = on_this_node(settings.index)
@@ -214,7 +214,7 @@ class EncoderActor(RpcActor):
 
     fleet = "encoder"
 
-    def __init__(self, settings: ActorSettings) -> None:
+    def __init__(self, settings: ActorArguments) -> None:
         """Load the encoder and encode once.
 
         Raises:
@@ -225,7 +225,7 @@ class EncoderActor(RpcActor):
             self.run(self._load_encoder, settings)
         self.serve(self.encode)
 
-    def _load_encoder(self, settings: ActorSettings) -> None:
+    def _load_encoder(self, settings: ActorArguments) -> None:
         import torch
 
         from retrieval.indexes.vector_index import open_encoder

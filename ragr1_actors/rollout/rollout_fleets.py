@@ -1,4 +1,4 @@
-"""Sampler: the env runners and retrievers that sample trajectory groups with one policy.
+"""RolloutFleets: the env runners and retrievers that sample trajectory groups with one policy.
 
 Training streams groups through ``env_runners``. Evaluation and ``ragr1 select`` need nothing else: they
 pass a list of tasks to ``sample_tasks``.
@@ -36,14 +36,14 @@ from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from retrieval.base import needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import supporting_recall
-from retrieval.fleet.group import RetrieverGroup
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 logger = logging.getLogger(__name__)
 
 OnGroup = Callable[[FinishedGroup], None]
 
 
-class TaskSampling:
+class TaskRound:
     """Tasks that are sampled once each, or again if a trajectory failed."""
 
     def __init__(
@@ -114,7 +114,7 @@ class TaskSampling:
         logger.warning("%s", message)
 
 
-class Sampler:
+class RolloutFleets:
     """An ``EnvRunnerGroup`` that searches with a ``RetrieverGroup``. Both start together and stop together."""
 
     def __init__(
@@ -202,8 +202,8 @@ class Sampler:
         *,
         is_urgent: bool,
         progress: float,
-    ) -> TaskSampling:
-        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``TaskSampling.take``.
+    ) -> TaskRound:
+        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``TaskRound.take``.
 
         With ``is_urgent`` the tasks go before the requests that wait for a runner.
         """
@@ -211,7 +211,7 @@ class Sampler:
         num_tries = 1 + self._config.debugging.fault_tolerance.max_task_retries
         room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
         context = RewardContext("eval", progress)
-        return TaskSampling(
+        return TaskRound(
             self.env_runners,
             [GroupRequest(task.task_id, task, num_trajectories, temperature, context=context) for task in tasks],
             on_group,

@@ -1,4 +1,4 @@
-"""ActorFleet: a fleet of actors that clients find by name, while their number changes.
+"""ReplicaSet: a fleet of actors that clients find by name, while their number changes.
 
 ::
 
@@ -29,8 +29,8 @@ from cluster.autoscaler import FleetState
 from cluster.fleet import Fleet, Member, MemberState, Process
 from cluster.placement import ActorOptions, anywhere
 from cluster.watchdog import HANG_TIMEOUT_S
-from retrieval.fleet.actor import ActorLoad, RpcActor
-from retrieval.fleet.batching import ClientLoad
+from retrieval.replicas.actor import ActorLoad, RpcActor
+from retrieval.replicas.batching import ClientLoad
 
 REFRESH_S = 2.0
 """Seconds between two reads of a fleet's member list by a client, while queries come."""
@@ -44,7 +44,7 @@ REPORT_EXPIRES_S = 5 * REFRESH_S
 """Age in seconds from which a client's report is ignored: the client has no queries out."""
 
 
-class ActorFleet:
+class ReplicaSet:
     """Members of one kind; each has one actor, or one for each shard of an index."""
 
     def __init__(

@@ -16,7 +16,7 @@ BLOCK_BYTES = 2**28
 """Host memory is taken in blocks of this size: torch rounds page-locked memory up to a power of two."""
 
 
-class Resting:
+class Offloaded:
     """Tensors of one device that rest, and the host memory for them: page-locked for a GPU, and kept for the next time.
 
     Taking and locking memory again would take longer than the copy. The path through page-locked memory has not been

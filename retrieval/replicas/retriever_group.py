@@ -18,12 +18,12 @@ from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import Retriever
-from retrieval.fleet.actor import ActorLoad, ActorSettings, EncoderActor, RetrieverActor
-from retrieval.fleet.actor_fleet import REPORT_EXPIRES_S, ActorFleet, client_reports
-from retrieval.fleet.batching import ClientLoad, PoolSettings
-from retrieval.fleet.client import RetrieverClient
 from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
 from retrieval.local import open_retriever
+from retrieval.replicas.actor import ActorArguments, ActorLoad, EncoderActor, RetrieverActor
+from retrieval.replicas.batching import ClientLoad, PoolArguments
+from retrieval.replicas.client import RetrieverClient
+from retrieval.replicas.replica_set import REPORT_EXPIRES_S, ReplicaSet, client_reports
 
 START_TIMEOUT_S = 600.0
 """Limit for all replicas to load, in seconds: reading an index of tens of gigabytes from disk takes minutes."""
@@ -53,7 +53,7 @@ class RetrieverGroup:
             retriever_options: where the first, second, ... retriever runs; by default on any node with the labels of
                 ``settings.label_selector``.
             encoder_options: the same for encoders.
-            hang_timeout_s: of ``ActorFleet``.
+            hang_timeout_s: of ``ReplicaSet``.
 
         Raises:
             DataError: no index in ``index_dir``.
@@ -62,7 +62,7 @@ class RetrieverGroup:
         self._settings = settings
         anywhere_labelled = labelled(settings.label_selector)
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
-        self._fleets: list[ActorFleet] = []
+        self._fleets: list[ReplicaSet] = []
         """Fleet of the retrievers, and then that of the encoders if they are separate actors."""
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
@@ -82,7 +82,7 @@ class RetrieverGroup:
                 )
 
     @property
-    def fleets(self) -> tuple[ActorFleet, ...]:
+    def fleets(self) -> tuple[ReplicaSet, ...]:
         """Fleet of the retrievers, and then that of the encoders if they are separate actors; empty without actors."""
         return tuple(self._fleets)
 
@@ -116,7 +116,7 @@ class RetrieverGroup:
         if not self._fleets:
             return open_retriever(self._index_dir, settings)
         encoder_fleet = self._fleets[1].name if settings.encoders.num_encoders else ""
-        pool = PoolSettings(**settings.requests.model_dump())
+        pool = PoolArguments(**settings.requests.model_dump())
         # a reranker needs the passages, which only the actors rerank
         index_dir = "" if settings.reranker else self._index_dir
         return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
@@ -218,12 +218,12 @@ class _Shared:
 
 def _start_retrievers(
     shared: _Shared, settings: RetrievalSettings, manifest: Manifest, actor_options: ActorOptions, hang_timeout_s: float
-) -> ActorFleet:
+) -> ReplicaSet:
     num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
     arguments = []
     for number in range(settings.num_shards):
         shards = tuple(range(number, len(manifest.shards), settings.num_shards))
-        made = ActorSettings(
+        made = ActorArguments(
             shared.common(manifest),
             _num_threads(num_cpus),
             _device(num_gpus),
@@ -235,7 +235,7 @@ def _start_retrievers(
             shard_files=shared.shard_files(manifest, shards),
         )
         arguments.append((made,))
-    fleet = ActorFleet(
+    fleet = ReplicaSet(
         "retriever",
         RetrieverActor,
         arguments,
@@ -250,11 +250,11 @@ def _start_retrievers(
 
 def _start_encoders(
     shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions, hang_timeout_s: float
-) -> ActorFleet:
+) -> ReplicaSet:
     num_cpus, num_gpus = settings.encoders.num_cpus, settings.encoders.num_gpus
     index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
-    arguments = [(ActorSettings(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
-    fleet = ActorFleet(
+    arguments = [(ActorArguments(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
+    fleet = ReplicaSet(
         "encoder",
         EncoderActor,
         arguments,
@@ -271,7 +271,7 @@ def _device(num_gpus: float) -> str:
     return "cuda" if num_gpus else "cpu"
 
 
-def _fleet_metrics(fleet: ActorFleet, loads: Sequence[ActorLoad]) -> dict[str, float]:
+def _fleet_metrics(fleet: ReplicaSet, loads: Sequence[ActorLoad]) -> dict[str, float]:
     num_queries, num_batches = sum(load.queries for load in loads), sum(load.batches for load in loads)
     busy_s, up_s = sum(load.busy_s for load in loads), sum(load.up_s for load in loads)
     found = {

@@ -23,12 +23,12 @@ from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.static import make_static_encoder
-from retrieval.fleet.actor_fleet import find_actors
-from retrieval.fleet.batching import PoolSettings
-from retrieval.fleet.client import RetrieverClient
-from retrieval.fleet.group import RetrieverGroup
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
+from retrieval.replicas.batching import PoolArguments
+from retrieval.replicas.client import RetrieverClient
+from retrieval.replicas.replica_set import find_actors
+from retrieval.replicas.retriever_group import RetrieverGroup
 
 NAMES = [f"Person{i} Family{i % 7}" for i in range(200)]
 PASSAGES = [Passage(f"p{i}", name, f"{name} was born in town{i}.") for i, name in enumerate(NAMES)]
@@ -106,7 +106,7 @@ async def test_a_client_reads_the_passages_itself_where_its_node_has_the_index(
     assert num_read_here
     name = _fleet_name(group)
     for place in ("", str(tmp_path / "nowhere"), str(other)):
-        client = RetrieverClient(name, 1, "", PoolSettings(), place)
+        client = RetrieverClient(name, 1, "", PoolArguments(), place)
         assert await client.search(NAMES[:5], 3) == expected
     assert num_read == num_read_here
 
@@ -167,7 +167,7 @@ async def test_kill_9_in_the_middle_of_a_load_loses_nothing(group: RetrieverGrou
 async def test_a_stopped_process_times_out_and_the_other_replica_answers(group: RetrieverGroup) -> None:
     # a replica that a test before has killed is used once the fleet has seen it again
     assert await asyncio.to_thread(wait_for, lambda: group.fleets[0].state().num_running == 2, 600)
-    client = RetrieverClient(_fleet_name(group), 1, "", PoolSettings(timeout_s=4.0, max_retries=2))
+    client = RetrieverClient(_fleet_name(group), 1, "", PoolArguments(timeout_s=4.0, max_retries=2))
     pid = await asyncio.to_thread(_pid, group.handles[0])
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -184,7 +184,7 @@ async def test_searches_use_ray_calls_where_no_client_can_connect(
     group: RetrieverGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("cluster.rpc._CONNECT_TIMEOUT_S", 0.0)
-    client = RetrieverClient(_fleet_name(group), 1, "", PoolSettings())
+    client = RetrieverClient(_fleet_name(group), 1, "", PoolArguments())
     for name in NAMES[:10]:
         assert (await client.search([name], 1))[0][0].title == name
         assert (await client.open_pages([name]))[0][0].title == name
@@ -343,7 +343,7 @@ async def test_actors_that_hang_are_ended_and_come_back(
 def test_a_replica_that_hangs_is_ended_when_it_leaves(
     ray_local: ModuleType, index_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrieval.fleet.actor_fleet.LEAVE_S", 0.1)
+    monkeypatch.setattr("retrieval.replicas.replica_set.LEAVE_S", 0.1)
     settings = RetrievalSettings(num_retrievers=2, num_cpus_per_retriever=0.1)
     group = RetrieverGroup(index_dir, settings, hang_timeout_s=10)
     try:
