@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,9 +18,10 @@ from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
+from ragr1_actors.rollout.rollout_fleets import TaskRound
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.batch_metrics import mean_lag
-from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, SharedFleet
+from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector
 from ragr1_actors.training.task_ledger import TaskLedger
 
 BATCH = 4
@@ -81,15 +82,32 @@ def test_nothing_is_sampled_in_vain(lag: int) -> None:
     }
 
 
-def test_sampled_tokens_are_those_of_all_collected_groups_since_they_were_asked_for() -> None:
-    fleet = InstantFleet()
-    shared = SharedFleet(fleet)
-    for counts in ((5, 7), (11,)):
-        for count in counts:
-            summary = GroupSummary((), 2, (), -1, {}, num_sampled_tokens=count)
-            fleet.finished.append(FinishedGroup(GroupRequest("t", TASK, 2, 1.0), summary, None))
-        shared.collect()
-    assert [shared.take_sampled_tokens() for _ in range(2)] == [23, 0]
+class CountedFleet(InstantFleet):
+    """Each group has seven sampled tokens; an evaluation may ask for urgent ones."""
+
+    def submit(self, request: GroupRequest, *, is_urgent: bool = False) -> None:
+        summary = GroupSummary((1.0, 0.0), 0, (), self.version, {}, num_sampled_tokens=7)
+        self.finished.append(FinishedGroup(request, summary, None))
+
+
+def test_an_evaluation_beside_training_gets_its_own_groups_and_all_sampled_tokens_count() -> None:
+    fleet: Any = CountedFleet()
+    training = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2)
+    collector = BatchCollector(training.freeze(), [Task(f"t/{n}", "?", ("a",)) for n in range(100)], fleet)
+    requests = [GroupRequest(f"e/{number}", TASK) for number in range(6)]
+    evaluation = TaskRound(fleet, requests, lambda group: None, num_tries=1, max_unfinished=4, is_urgent=True)
+    collector.evaluate_beside(evaluation)
+    batch = collector.next_batch(0)
+    assert [group.request.issue_id for group in batch] == [f"{group.request.task.task_id}#0" for group in batch]
+    assert len(batch) == BATCH and all(group.request.task.task_id.startswith("t/") for group in batch)
+    assert len(evaluation.groups) == 4 and not evaluation.is_done
+    assert collector.finish_evaluation() is evaluation and evaluation.is_done
+    assert [group.request.issue_id for group in evaluation.groups] == [request.issue_id for request in requests]
+    assert collector.num_sampled_tokens == 7 * (BATCH + 6)
+    assert collector.finish_evaluation() is None
+    collector.keep_busy()
+    collector.drop_in_flight()
+    assert fleet.num_unfinished == 0
 
 
 class StragglingFleet(InstantFleet):

@@ -119,7 +119,7 @@ def test_what_was_asked_for_before_a_roll_back_is_dropped(tmp_path: Path) -> Non
         collector.next_batch(version)
         collector.keep_busy(while_learning=True)
     assert fleet.num_unfinished == 2
-    fleet.drop()
+    collector.drop_in_flight()
     assert fleet.num_unfinished == 0
     collector = BatchCollector(config, tasks, fleet)
     collector.tasks.set_state(state)

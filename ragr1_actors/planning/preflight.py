@@ -113,7 +113,7 @@ def check_room(config: RunConfig, run_dir: Path) -> list[str]:
 
 
 def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
-    """Check what ``RolloutFleets`` use: environment, reward, engine, policy and retrieval; errors as of ``check_names``."""
+    """Check what ``RolloutFleets`` need: environment, reward, policy, retrieval; errors as of ``check_names``."""
     check_classes(config)
     if config.env_runners.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError("env_runners.engine: got vllm, which is not installed; pip install -e '.[gpu]', on GPUs")

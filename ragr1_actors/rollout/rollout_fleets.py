@@ -64,6 +64,8 @@ class TaskRound:
         self._waiting = deque(requests)
         self._open: set[str] = set()  # of the submitted tasks
         self._error = ""
+        self.groups: list[FinishedGroup] = []
+        """Finished groups in the order of their ends; with failed trajectories, too."""
         self.num_failed = 0
         """Tasks that failed in every try."""
         self._submit()
@@ -88,6 +90,7 @@ class TaskRound:
         if request.issue_id not in self._open:
             return False
         self._open.remove(request.issue_id)
+        self.groups.append(group)
         self._on_group(group)
         if group.summary.num_failed:
             self._error = group.summary.errors[-1]
@@ -174,23 +177,19 @@ class RolloutFleets:
         num_trajectories: int,
         temperature: float,
         on_group: OnGroup,
-        aside: OnGroup = lambda group: None,
-        progress: float = 1.0,
     ) -> int:
         """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
         A task is sampled again if a trajectory failed, at most ``max_task_retries`` times. ``on_group`` is
-        called with every group as it finishes, including groups with a failed trajectory; ``aside`` with finished
-        groups of other requests, which were in flight before this call. ``progress`` is ``RewardContext``'s.
+        called with every group as it finishes, those with a failed trajectory included. Nothing else may be in flight.
 
         Raises:
             FleetError: every task failed.
         """
-        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=progress)
+        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=1.0)
         while not sampling.is_done:
             for group in self.env_runners.collect():
-                if not sampling.take(group):
-                    aside(group)
+                sampling.take(group)
         return sampling.num_failed
 
     def sampling(

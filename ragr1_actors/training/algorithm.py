@@ -55,7 +55,7 @@ from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.rollout_fleets import RolloutFleets
+from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets, TaskRound
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, checkpoint_name, read_state
 from ragr1_actors.runs.layout import INDEX, SFT_POLICY
@@ -126,7 +126,7 @@ class Algorithm:
         self._sampler = sampler
         self._env_runners = sampler.env_runners
         self._fleet = training_fleet(config, self._env_runners)
-        self._finish_evaluation: Callable[[], None] = lambda: None
+        self._beside: tuple[str, Callable[[EvalResult], None]] | None = None  # of the evaluation: its name, who hears
         self._collector = BatchCollector(config, workspace.train_tasks, self._fleet)
         self._learners = learners
         self._placement = placement
@@ -266,7 +266,7 @@ class Algorithm:
 
         ``on_progress`` is called with the metrics that are returned, before an interrupt that was held back is raised.
         """
-        started = time.perf_counter()
+        started, num_sampled_before = time.perf_counter(), self._collector.num_sampled_tokens
         training = self.config.training
         with self._held():
             self._saver.commit_if_written()
@@ -303,7 +303,7 @@ class Algorithm:
                 "loop/weight_fallbacks": float(self._transport.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
                 **self._collector.metrics(),
-                SAMPLED_TOKENS: float(self._fleet.take_sampled_tokens()),
+                SAMPLED_TOKENS: float(self._collector.num_sampled_tokens - num_sampled_before),
                 "time/sample_s": sampled - started,
                 "time/learn_s": learned - sampled,
                 "time/publish_s": published - learned,
@@ -361,23 +361,17 @@ class Algorithm:
         every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
         ``on_task`` is called with the number of tasks done and the number of all tasks.
         """
-        groups: list[FinishedGroup] = []
-        tasks = self.workspace.eval_tasks
-
-        num_done = 0
+        num_done, num_tasks = 0, len(self.workspace.eval_tasks)
 
         def on_group(group: FinishedGroup) -> None:
             nonlocal num_done
-            groups.append(group)
             num_done += not group.summary.num_failed
-            on_task(num_done, len(tasks))
+            on_task(num_done, num_tasks)
 
         with self.fleets.learner.waits():
             self._finish_evaluation()
-            num_failed = self._sampler.sample_tasks(
-                tasks, 1, 0.0, on_group, aside=self._collector.route_finished, progress=self._progress
-            )
-        return self._keep_evaluation(name, groups, num_failed)
+            self._collector.evaluate_beside(self._begin_evaluation(on_group, is_urgent=False))
+            return self._keep_evaluation(name, self._collector.finish_evaluation())
 
     @property
     def _progress(self) -> float:
@@ -390,25 +384,28 @@ class Algorithm:
         does another evaluation that begins before.
         """
         self._finish_evaluation()
-        groups: list[FinishedGroup] = []
+        self._collector.evaluate_beside(self._begin_evaluation(lambda group: None, is_urgent=True))
+        self._beside = name, on_result
+
+    def _begin_evaluation(self, on_group: OnGroup, *, is_urgent: bool) -> TaskRound:
         tasks, progress = self.workspace.eval_tasks, self._progress
-        sampling = self._sampler.sampling(tasks, 1, 0.0, groups.append, is_urgent=True, progress=progress)
+        return self._sampler.sampling(tasks, 1, 0.0, on_group, is_urgent=is_urgent, progress=progress)
 
-        def finish() -> None:
-            while not sampling.is_done:
-                for group in self._fleet.collect():
-                    self._collector.route_finished(group)
-            self._fleet.evaluation, self._finish_evaluation = None, lambda: None
-            on_result(self._keep_evaluation(name, groups, sampling.num_failed))
+    def _finish_evaluation(self) -> None:
+        """Wait until the evaluation beside training is done, if there is one, and tell its result."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            name, on_result = beside
+            on_result(self._keep_evaluation(name, self._collector.finish_evaluation()))
 
-        self._fleet.evaluation, self._finish_evaluation = sampling, finish
-
-    def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
+    def _keep_evaluation(self, name: str, evaluation: TaskRound | None) -> EvalResult:
+        assert evaluation is not None
+        groups = evaluation.groups
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, f"eval_{name}", [group.batch for group in groups])
         self.examples = _examples(groups)
         environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
-        return eval_result([group.summary for group in groups], num_failed, environment.measures)
+        return eval_result([group.summary for group in groups], evaluation.num_failed, environment.measures)
 
     def start_profile(self) -> None:
         """Begin to profile every learner rank."""
@@ -475,8 +472,8 @@ class Algorithm:
             checkpoint = self._checkpoints.best_until(last_good)
             if checkpoint is None:
                 return None
-            self._fleet.drop()
-            self._finish_evaluation = lambda: None
+            self._collector.drop_in_flight()
+            self._beside = None
             num_failed = self._collector.num_failed
             self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
             self._collector.num_failed = num_failed

@@ -55,48 +55,6 @@ class GroupFleet(Protocol):
         ...
 
 
-class SharedFleet:
-    """A ``GroupFleet`` that samples the tasks of an evaluation, too: their groups are not seen through it."""
-
-    def __init__(self, fleet: GroupFleet) -> None:
-        """Share ``fleet``."""
-        self._fleet = fleet
-        self.evaluation: TaskRound | None = None
-        """What is sampled beside."""
-        self._num_sampled_tokens = 0
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests submitted through this and not collected."""
-        return self._fleet.num_unfinished - (self.evaluation.num_unfinished if self.evaluation else 0)
-
-    @property
-    def num_finished(self) -> int:
-        """Those of them that are finished, and finished groups of the evaluation until the next ``collect``."""
-        return self._fleet.num_finished
-
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
-        self._fleet.submit(request)
-
-    def collect(self) -> list[FinishedGroup]:
-        """Wait until a group is finished, of the evaluation or not; return those that are not."""
-        groups = self._fleet.collect()
-        self._num_sampled_tokens += sum(group.summary.num_sampled_tokens for group in groups)
-        return groups if self.evaluation is None else [g for g in groups if not self.evaluation.take(g)]
-
-    def drop(self) -> None:
-        """Wait for all groups in flight, of the evaluation, too, and drop them."""
-        while self._fleet.num_unfinished:
-            self._fleet.collect()
-        self.evaluation = None
-
-    def take_sampled_tokens(self) -> int:
-        """Return the tokens of all groups that were collected since the call before, of the evaluation, too."""
-        taken, self._num_sampled_tokens = self._num_sampled_tokens, 0
-        return taken
-
-
 def max_set_aside(config: RunConfig) -> int:
     """Return how many groups per batch the algorithm's dynamic sampling may pass over."""
     options = learner_options(config.training)
@@ -172,10 +130,13 @@ class BatchCollector:
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._fault_tolerance = config.debugging.fault_tolerance
         self._policy_version = 0
+        self._evaluation: TaskRound | None = None
         self.num_iterations_done = 0
         """Iterations of RL that are done, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
         """Trajectories that failed, by what ended them; also those of groups that are sampled again."""
+        self.num_sampled_tokens = 0
+        """Tokens of all groups that were collected, those of evaluations included."""
         self.num_stale = 0
         """Groups that were too old for the newest batch and are sampled again."""
         self.num_awaited = 0
@@ -197,7 +158,7 @@ class BatchCollector:
         temperature = self._config.env_runners.temperature
         progress = self.num_iterations_done / max(1, training.num_iterations)
         context = RewardContext("train", min(1.0, progress))
-        while self._fleet.num_unfinished + len(self._buffer) < wanted:
+        while self._num_unfinished + len(self._buffer) < wanted:
             request = replace(
                 self.tasks.next(),
                 num_trajectories=training.group_size,
@@ -242,8 +203,36 @@ class BatchCollector:
                     else:
                         self._buffer.add(group)
             self.keep_busy()
-            for group in self._fleet.collect():
-                self.route_finished(group)
+            self._collect()
+
+    @property
+    def _num_unfinished(self) -> int:
+        """Groups for training that were asked for and not collected."""
+        return self._fleet.num_unfinished - (self._evaluation.num_unfinished if self._evaluation else 0)
+
+    def _collect(self) -> None:
+        """Wait until a group is finished, of the evaluation or for training, and give each to whom it belongs."""
+        for group in self._fleet.collect():
+            self.num_sampled_tokens += group.summary.num_sampled_tokens
+            if self._evaluation is None or not self._evaluation.take(group):
+                self._route_finished(group)
+
+    def evaluate_beside(self, evaluation: TaskRound) -> None:
+        """Collect the groups of an evaluation, which has begun, beside those for training."""
+        self._evaluation = evaluation
+
+    def finish_evaluation(self) -> TaskRound | None:
+        """Wait until the evaluation is done and return it; None if there is none."""
+        evaluation = self._evaluation
+        while evaluation is not None and not evaluation.is_done:
+            self._collect()
+        self._evaluation = None
+        return evaluation
+
+    def drop_in_flight(self) -> None:
+        """Wait for all groups in flight, those of the evaluation included, and drop them."""
+        while self._fleet.num_unfinished:
+            self._fleet.collect()
 
     def metrics(self) -> dict[str, float]:
         """Return the books of the tasks, the failures and the newest batch: ``{"tasks/lost": 0.0, ...}``."""
@@ -262,7 +251,7 @@ class BatchCollector:
         oldest = self._policy_version - self._config.training.max_policy_lag
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
-    def route_finished(self, group: FinishedGroup) -> None:
+    def _route_finished(self, group: FinishedGroup) -> None:
         """Keep a group that can be trained; else issue its task again, or give it up after its last try.
 
         A group with failed trajectories is kept, without them, as ``failed_trajectories`` says, or after the last try

@@ -14,27 +14,26 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from ragr1_actors.rollout.stored_groups import StoredGroups
-from ragr1_actors.training.batches import GroupFleet, SharedFleet
+from ragr1_actors.training.batches import GroupFleet
 
 
-class StoredFleet(SharedFleet):
+class StoredFleet:
     """Answers requests for training with stored groups; the fleet behind it samples evaluations."""
 
     def __init__(self, fleet: GroupFleet, stored: StoredGroups) -> None:
         """Take groups from ``stored``."""
-        super().__init__(fleet)
-        self._stored = stored
+        self._fleet, self._stored = fleet, stored
         self._ready: list[FinishedGroup] = []
 
     @property
     def num_unfinished(self) -> int:
-        """Groups that were asked for and not collected."""
-        return len(self._ready)
+        """Groups that were asked for and not collected, those of the fleet behind included."""
+        return len(self._ready) + self._fleet.num_unfinished
 
     @property
     def num_finished(self) -> int:
-        """All of them."""
-        return len(self._ready)
+        """Groups that are ready, and those of the fleet behind."""
+        return len(self._ready) + self._fleet.num_finished
 
     def submit(self, request: GroupRequest) -> None:
         """Answer at once. No group is too old: its version is that of the request."""
@@ -46,17 +45,12 @@ class StoredFleet(SharedFleet):
     def collect(self) -> list[FinishedGroup]:
         """Return the groups that were asked for; without any, wait for those of an evaluation."""
         if not self._ready:
-            return super().collect()
+            return self._fleet.collect()
         taken, self._ready = self._ready, []
         return taken
 
-    def drop(self) -> None:
-        """Drop what is ready, too."""
-        super().drop()
-        self._ready = []
 
-
-def training_fleet(config: RunConfig, env_runners: GroupFleet) -> SharedFleet:
+def training_fleet(config: RunConfig, env_runners: GroupFleet) -> GroupFleet:
     """Return what answers the requests for training: the env runners, or ``training.from_trajectories``."""
     stored = config.training.from_trajectories
-    return StoredFleet(env_runners, StoredGroups(Path(stored))) if stored else SharedFleet(env_runners)
+    return StoredFleet(env_runners, StoredGroups(Path(stored))) if stored else env_runners
