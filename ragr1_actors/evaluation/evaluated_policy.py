@@ -96,7 +96,7 @@ class EvaluatedPolicy:
     """Where the run is; None without a run."""
     method: str
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     @property
     def decoding(self) -> str:

@@ -22,7 +22,7 @@ class GroupRequest:
     task: Task
     num_trajectories: int = 1
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     epoch: int = 0
     attempt: int = 0
     """Times that the group was asked for before in this epoch."""
