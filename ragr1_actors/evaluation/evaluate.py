@@ -68,7 +68,7 @@ class Evaluation:
     method: str
     """``search``, or the baseline."""
     decoding: str
-    """``greedy``, or temperature, top_p and seed."""
+    """Decoding: ``greedy``, or temperature, top_p and seed."""
     result: EvalResult
     scores: tuple[TaskScore, ...]
     latency: tuple[Latency, ...]
