@@ -162,21 +162,21 @@ class EnvRunnerGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not collected."""
+        """Number of requests submitted and not collected."""
         return len(self._pending) + len(self._in_flight) - self._num_extra + len(self._finished)
 
     @property
     def num_finished(self) -> int:
-        """Groups that are finished and not collected."""
+        """Number of groups that are finished and not collected."""
         return len(self._finished)
 
     @property
     def num_healthy(self) -> int:
-        """Runners that take requests."""
+        """Number of runners that take requests."""
         return 1 if self._local is not None else self.fleet.num(MemberState.READY)
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        """Return the load for the fleet's autoscaler; requests are trajectories."""
         self._account()
         return FleetState(
             time.monotonic(),

@@ -38,7 +38,7 @@ class GroupFleet(Protocol):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not collected."""
+        """Number of requests submitted and not collected."""
         ...
 
     @property

@@ -33,7 +33,7 @@ class StoredFleet(SharedFleet):
 
     @property
     def num_finished(self) -> int:
-        """All of them."""
+        """Number of all faults."""
         return len(self._ready)
 
     def submit(self, request: GroupRequest) -> None:

@@ -527,4 +527,4 @@ class ScriptedEngine:
         """Nothing to check: there is no process or model."""
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: nothing is held."""
