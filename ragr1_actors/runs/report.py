@@ -175,7 +175,7 @@ def tree_memory_bytes() -> int:
 
     A process counts with its proportional set size if the system has one (Linux), so that memory shared between
     processes, such as Ray's object store, counts once; else with its resident set size.
-"""
+    """
     process = psutil.Process()
     return sum(_process_bytes(one) for one in (process, *process.children(recursive=True)))
 

@@ -68,7 +68,7 @@ def removed_if_unused(run_dir: Path | RunStore) -> Iterator[None]:
     """Remove the directory of a new run if the block raises ``UserError`` before anything was learned or measured.
 
     The corrected command can then use its name, and makes a new index and policy.
-"""
+    """
     store = find_store(run_dir)
     try:
         yield
@@ -106,7 +106,7 @@ def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: li
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
     Raises ``ConfigError`` for a changed key of another section, or ``learners.lora``, on which checkpoints depend.
-"""
+    """
     for name in (assignment.partition("=")[0] for assignment in assignments if "=" not in assignment):
         raise _kept(name)
     changed = _with_its_policy(config, resolve(override(config.model_dump(), assignments)))
@@ -123,7 +123,7 @@ def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConf
     Values that the start of the run chose stay.
 
     Raises ``ConfigError`` if they differ from the stored values in more than ``change_learners`` may change.
-"""
+    """
     if asked.learners.micro_batch_tokens is None:
         chosen = {"micro_batch_tokens": stored.learners.micro_batch_tokens}
         asked = asked.model_copy(update={"learners": asked.learners.model_copy(update=chosen)})
@@ -146,7 +146,7 @@ def check_recipe(store: RunStore, stored: RunConfig, recipe: str) -> str:
 
     Raises:
         ConfigError: the recipe is unknown, or a different one; the message says what differs.
-"""
+    """
     words = next((start.words for start in read_starts(store.path)), ())
     differing = _differing(stored, _with_its_policy(stored, resolve(override(read_recipe(recipe), words[1:]))))
     if not differing:
@@ -164,7 +164,7 @@ def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
     """Return ``asked`` with the policy at the start of the run, if it names the run or checkpoint with that policy.
 
     Only paths are compared: the run has a copy, and the other policy may no longer exist.
-"""
+    """
     named, began_with = path_of(asked.policy.model, TINY), Path(stored.policy.model)
     if named is None or named.absolute() not in (began_with.parent, *began_with.parents[2:3]):
         return asked
@@ -242,7 +242,7 @@ def find_checkpoint(name: str | Path) -> tuple[RunStore, Path]:
     """Return a run and the folder of a policy, for the path or URI of the run, of a checkpoint, or of that folder.
 
     It takes the newest checkpoint of a run. Raises ``RunDirectoryError`` if there is none, or for another path.
-"""
+    """
     store, folder, part = _find(name)
     policy_dir = Path(on_this_node(part_of(folder, part))) / part
     warn_of_unlisted(policy_dir)
@@ -253,7 +253,7 @@ def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
     """Return how many steps of SFT a policy has learned, and of how many, such as ``(12, 300)``.
 
     ``name`` is as in ``find_checkpoint``. Return None if the stage had ended or is missing, or the state is damaged.
-"""
+    """
     store, folder, part = _find(name)
     if not part:
         return None
@@ -276,7 +276,7 @@ def with_newest_policy(config: RunConfig) -> RunConfig:
     """Return the configuration with the folder of the policy, if ``policy.model`` is a run or one of its checkpoints.
 
     Raises ``RunDirectoryError`` if the run has no checkpoint yet.
-"""
+    """
     try:
         folder = named_folder(config.policy.model, TINY)
     except OSError:  # for example the name is too long: the checks of the configuration say so
@@ -344,7 +344,7 @@ def keep_trajectories(
     """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all.
 
     ``learned`` has the learner's values per token, in ``LEARNED_SCHEMA``.
-"""
+    """
     directory = run_dir / TRAJECTORIES
     directory.mkdir(exist_ok=True)
     fetched = fetch_batches(batches)

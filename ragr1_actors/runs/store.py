@@ -107,7 +107,7 @@ class RunStore:
         """Return the form in which an actor on any node gets a folder of this node; see ``cluster.storage.share``.
 
         At a URI the folder is stored: under ``name`` or its name in the run, others under their content.
-"""
+        """
         if self.remote is None:
             return share(folder)
         path = Path(folder).absolute()
@@ -220,7 +220,7 @@ def split_checkpoint(uri: str) -> tuple[str, str]:
 
     ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``, also
     with ``/policy`` at the end.
-"""
+    """
     check_uri(uri)
     parts = urlsplit(uri)
     path = parts.path.rstrip("/")

@@ -43,7 +43,7 @@ class WholeFolders(Protocol):
 
         Raises:
             UserError: a file was not delivered.
-"""
+        """
         ...
 
     def discard(self, name: str) -> None:
@@ -63,7 +63,7 @@ class WholeFolders(Protocol):
 
         Raises:
             DataError: it differs from the file that was written.
-"""
+        """
         ...
 
     def remove(self, names: Collection[str]) -> None:

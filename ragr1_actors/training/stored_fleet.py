@@ -33,7 +33,7 @@ class StoredFleet(SharedFleet):
 
     @property
     def num_finished(self) -> int:
-        """Number of all faults."""
+        """Number of finished requests."""
         return len(self._ready)
 
     def submit(self, request: GroupRequest) -> None:

@@ -114,7 +114,7 @@ class MetricsLogger:
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
-"""
+        """
         values = {name: float(value) for name, value in metrics.items()}
         events = self._begin(stage, iteration) if stage not in self._begun or not self._events else self._events
         made = {DECISIONS: [asdict(decision) for decision in decisions]} if decisions else {}
