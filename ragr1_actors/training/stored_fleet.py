@@ -1,8 +1,8 @@
-"""Training on trajectories that were sampled before, which ``StoredGroups`` reads.
+"""StoredFleet: training on trajectories that were sampled earlier, which ``StoredGroups`` reads.
 
-``StoredFleet`` takes the place of the env runners' fleet. It answers each request at once, with a stored group of the
-task; only evaluations are sampled. The stored log-probs are the denominator of the policy ratio, so the corrections of
-the policy gradients apply.
+It replaces the env runners' fleet and answers each request at once, with a stored group of the task; only evaluations
+are sampled. The stored log-probs are the denominator of the policy ratio, so the corrections of the policy gradients
+apply.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class StoredFleet(SharedFleet):
     """Answers requests for training with stored groups; the fleet behind it samples evaluations."""
 
     def __init__(self, fleet: GroupFleet, stored: StoredGroups) -> None:
-        """Take groups from ``stored``."""
+        """Take the fleet for evaluations and the stored groups."""
         super().__init__(fleet)
         self._stored = stored
         self._ready: list[FinishedGroup] = []
 
     @property
     def num_unfinished(self) -> int:
-        """Groups that were asked for and not collected."""
+        """Number of groups that were asked for and not collected."""
         return len(self._ready)
 
     @property
@@ -37,26 +37,26 @@ class StoredFleet(SharedFleet):
         return len(self._ready)
 
     def submit(self, request: GroupRequest) -> None:
-        """Answer at once. No group is too old: its version is that of the request."""
+        """Answer at once. No group is too old: it gets the version of the request."""
         group = self._stored.group(request.task.task_id, request.epoch)
         group = replace(group, task=request.task)
         summary = replace(summarize(group), oldest_version=request.policy_version, num_sampled_tokens=0)
         self._ready.append(FinishedGroup(request, summary, groups_to_record_batch([group])))
 
     def collect(self) -> list[FinishedGroup]:
-        """Return the groups that were asked for; without any, wait for those of an evaluation."""
+        """Return the requested groups; without any, wait for those of an evaluation."""
         if not self._ready:
             return super().collect()
         taken, self._ready = self._ready, []
         return taken
 
     def drop(self) -> None:
-        """Drop what is ready, too."""
+        """Also drop the groups that are ready."""
         super().drop()
         self._ready = []
 
 
 def training_fleet(config: RunConfig, env_runners: GroupFleet) -> SharedFleet:
-    """Return what answers the requests for training: the env runners, or ``training.from_trajectories``."""
+    """Return the fleet that answers the requests for training: env runners, or ``training.from_trajectories``."""
     stored = config.training.from_trajectories
     return StoredFleet(env_runners, StoredGroups(Path(stored))) if stored else SharedFleet(env_runners)
