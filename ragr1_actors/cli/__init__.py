@@ -1,4 +1,4 @@
-"""The command line ``ragr1``, and what its commands share: consoles, common options, and JSON for programs.
+"""Command line ``ragr1``, and the common parts of its commands: consoles, options, and JSON for programs.
 
 The modules of this package import only typer and rich at the top, so that ``ragr1 --help`` answers within a second.
 """
@@ -19,18 +19,18 @@ from typer.core import TyperGroup
 
 from ragr1_actors.core.errors import ConfigError
 
-# no emoji: names of users' classes such as "src:Cat: ..." are no codes of them
+# without emoji codes, which names of users' classes such as "src:Cat: ..." resemble
 console = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 START_AGAIN = "start the same command again"
-"""What an interrupted command advises, if it has left nothing that it could continue from."""
+"""Advice of an interrupted command that has left nothing from which it could continue."""
 
 
 class Group(TyperGroup):
-    """Commands under one name, whose ``--help`` answers without pydantic, which takes a tenth of a second to import."""
+    """Commands under one name, whose ``--help`` needs no pydantic, which takes a tenth of a second to import."""
 
     def get_help_option(self, ctx: Any) -> Any:  # typer does not export their types
-        """Return ``--help`` with a default: typer converts the value None with pydantic."""
+        """Return ``--help`` with a default, since typer converts the value None with pydantic."""
         option = super().get_help_option(ctx)
         if option is not None:
             option.default = False
@@ -60,7 +60,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "
 
 
 def token_of(variable: str) -> str:
-    """Return the token that ``--token-env`` names; empty without a name. ``ConfigError`` if there is none."""
+    """Return the token that ``--token-env`` names; empty without a name. Raises ``ConfigError`` if it is missing."""
     token = os.environ.get(variable, "") if variable else ""
     if variable and not token:
         raise ConfigError(f"--token-env: the environment variable {variable} is not set or empty")
@@ -68,15 +68,15 @@ def token_of(variable: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return the text with a sign in the place of every control character but newline and tab.
+    r"""Return the text with U+FFFD in place of every control character except newline and tab.
 
-    A terminal obeys such characters, and passages may be from the web: ``printable("a\x1b[2J") == "a\ufffd[2J"``.
+    A terminal obeys such characters, and passages may come from the web: ``printable("a\x1b[2J") == "a\ufffd[2J"``.
     """
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
 def print_line(text: str) -> None:
-    """Print a line as it is: not wrapped, without colours, markup and control characters."""
+    """Print a line unchanged: not wrapped, without colours and markup; control characters are replaced."""
     console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
 
 

@@ -1,4 +1,4 @@
-"""The command ``ragr1 ask``: what the policy writes appears as the engine produces it."""
+"""Command ``ragr1 ask``: shows the text of the policy while the engine produces it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def questions(first: str, interactive: bool) -> Iterator[str]:
 
 
 def _check_text(question: str) -> None:
-    """Refuse bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    """Refuse bytes that are not UTF-8, which Python keeps as halves of surrogate pairs."""
     try:
         question.encode()
     except UnicodeEncodeError as error:
@@ -97,25 +97,25 @@ def _check_text(question: str) -> None:
 
 
 def shown_text(text: str, style: str) -> Text:
-    """Return what a person, a policy or a passage says in a style, without characters that the terminal would obey."""
+    """Return the text of a person, policy or passage in a style, without characters that the terminal would obey."""
     return Text(printable(text), style=style)
 
 
 class Shown:
-    """What is on the terminal of one answer."""
+    """Display of one answer on the terminal."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
-        self._length = 0  # characters of the turn under way
+        """Begin without text."""
+        self._length = 0  # characters of the turn shown so far
 
     def text(self, text: str) -> None:
-        """Print what is new of the turn's text so far."""
+        """Print the new characters of the turn's text so far."""
         console.print(shown_text(text[self._length :], "green"), end="", soft_wrap=True)
         console.file.flush()
         self._length = len(text)
 
     def turn(self, turn: Turn) -> None:
-        """Print the rest of a turn, and what its calls brought back."""
+        """Print the rest of a turn, and the results of its calls."""
         self.text(turn.completion_text)
         self._length = 0
         console.print()
@@ -143,10 +143,10 @@ class Shown:
 
 
 def check_inputs(checkpoint: str) -> str:
-    """Refuse what is no run or checkpoint before torch takes seconds to load; ``UserError`` names the path.
+    """Refuse a path that is not a run or checkpoint before torch takes seconds to load; ``UserError`` names the path.
 
     Returns:
-        What a person should know about the policy, or "".
+        A note for people about the policy, or "".
     """
     from ragr1_actors.runs.run_directory import steps_in_sft
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragr1_actors.runs.report import RunReport
 
 FLEETS = {"env runner": "runners", "retriever": "retrievers", "encoder": "encoders", "learner": "learners"}
-"""What an order to a live run calls them."""
+"""Names of the fleets in an order to a live run."""
 
 
 def chaos(
@@ -69,7 +69,7 @@ def chaos(
 
 
 def _kinds(config: RunConfig) -> list[str]:
-    """Return the kinds of which a run has actors."""
+    """Return the kinds of actors that a run has."""
     from ragr1_actors.lab.chaos import ACTORS
 
     sizes = (
@@ -81,7 +81,7 @@ def _kinds(config: RunConfig) -> list[str]:
 
 
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
-    """Order a run under way to kill some of its actors; its driver and other runs are left alone."""
+    """Order a live run to kill some of its actors; its driver and other runs are not affected."""
     from ragr1_actors.cli.scale import check_under_way, give_order
     from ragr1_actors.lab.chaos import ANSWER_TIMEOUT_S, LOOK_INTERVAL_S
     from ragr1_actors.runs.store import find_store

@@ -1,4 +1,4 @@
-"""``ragr1 recipes``, ``new`` and ``claims``: the methods that the project has, and whether they do what they claim."""
+"""``ragr1 recipes``, ``new`` and ``claims``: the methods of the project, and the check of their claims."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``ragr1 doctor``: checks this machine for the packages, GPUs, memory and disk space that the project needs.
 
-The checks are in the order of their importance: first those without which nothing runs.
+The checks are in the order of their importance: those without which nothing runs come first.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cu12")
 MIN_SHM_BYTES = 2 * 1024**3
 MIN_DISK_BYTES = 5 * 1024**3
 MAX_USED_GPU_MEMORY = 0.1
-"""Share of a GPU's memory that is in use before a run; engines take up to nine tenths."""
+"""Share of a GPU's memory in use before a run above which it is reported; engines take up to nine tenths."""
 
 State = Literal["ok", "warning", "missing"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: ``Finding("torch", "ok", "2.13.0, expected ==2.13.0")``."""
+    """Result of one check: ``Finding("torch", "ok", "2.13.0, expected ==2.13.0")``."""
 
     name: str
     state: State
-    """``missing``: something required is absent or has the wrong version."""
+    """State: ``missing`` means that something required is absent or has the wrong version."""
     found: str
 
 
@@ -91,7 +91,7 @@ def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
 
 
 def remove_leftovers() -> Iterator[Finding]:
-    """Remove what this user's killed sessions left, and yield what that was; a living session is not touched."""
+    """Remove the leftovers of this user's killed sessions, and yield their names; a living session is not touched."""
     found = False
     for left in leftovers.remove_leftovers():
         found = True
@@ -133,7 +133,7 @@ def _in_checkout(extra: str) -> list[str]:
 
 
 def packages(needed: list[Requirement]) -> Iterator[Finding]:
-    """Compare the installed versions with the needed ones; imports nothing."""
+    """Compare the installed versions with the required ones, without importing the packages."""
     for need in needed:
         version = _version(need.name)
         found = f"{version or 'not installed'}, expected {need.specifier}"
@@ -161,7 +161,7 @@ def _version(name: str) -> str | None:
 
 
 def _vllm() -> Iterator[Finding]:
-    """Compare vLLM, if it is installed, with the version that the project needs, and torch with the one vLLM needs."""
+    """Compare vLLM's version, if it is installed, with the required one, and torch's with the one that vLLM needs."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -201,9 +201,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _memory(index: str, name: str, total_mib: str, used_mib: str) -> Finding:
-    """Return how much memory a GPU has, and whether another program has taken some."""
+    """Return a GPU's memory, and whether another program uses some of it."""
     title = f"GPU {index}"
-    if not (total_mib.isdigit() and used_mib.isdigit()):  # such as [N/A], of a GPU that is shared out by MIG
+    if not (total_mib.isdigit() and used_mib.isdigit()):  # such as [N/A], for a GPU that MIG divides
         return Finding(title, "ok", f"{name}; its memory is not known")
     total, used = int(total_mib), int(used_mib)
     found = f"{name}, {total / 1024:.0f} GiB"
@@ -213,7 +213,7 @@ def _memory(index: str, name: str, total_mib: str, used_mib: str) -> Finding:
 
 
 def _token() -> Finding:
-    """Say how Ray's clusters are protected, from the variables of the environment; no token is printed."""
+    """Return how Ray's clusters are protected, from environment variables; no token is printed."""
     path, address = os.environ.get("RAY_AUTH_TOKEN_PATH", ""), os.environ.get("RAY_ADDRESS", "")
     mode = os.environ.get("RAY_AUTH_MODE", "")
     if mode == "disabled":
@@ -257,7 +257,7 @@ def _cuda(driver: str) -> Finding:
 
 
 def _disk_of(recipe: str) -> tuple[int, str]:
-    """Return the bytes on disk of a run, and what they are for; without its index, if that is not known yet."""
+    """Return the bytes on disk of a run with their purpose; without its index, if that is not known yet."""
     from ragr1_actors.planning.plan import count_passages, make_plan, this_machine
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

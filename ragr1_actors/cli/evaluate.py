@@ -1,4 +1,4 @@
-"""The commands ``ragr1 evaluate`` and ``select``, which answer many tasks with a policy."""
+"""Commands ``ragr1 evaluate`` and ``select``, which answer many tasks with a policy."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def evaluate(
 
 
 def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | None:
-    """Return the endpoint of the options; None if none is named.
+    """Return the endpoint of the options; None if no option names one.
 
     Raises:
         ConfigError: one of ``--endpoint`` and ``--model`` is missing, the address is wrong or holds a secret, or
-            ``--body`` is no JSON object.
+            ``--body`` is not a JSON object.
     """
     from ragr1_actors.core.credentials import refuse_credentials
     from ragr1_actors.evaluation.evaluated_policy import Endpoint
@@ -234,7 +234,7 @@ def check_request(
 
 
 def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: list[str] | None) -> dict[str, Any]:
-    """Return what is known beside the means: intervals, comparison, published figures; each only if there is one."""
+    """Return the results besides the means: intervals, comparison, published figures, if there are any."""
     from envs.tasks.published_sets import published_em
     from ragr1_actors.runs.scores import compare, intervals, read_scores
 
@@ -261,7 +261,7 @@ def print_evaluation(result: dict[str, Any], details: Mapping[str, Any]) -> None
 
 
 def print_details(details: Mapping[str, Any]) -> None:
-    """Print what there is beside the measures: decoding, comparison, latency, overlap, published figures."""
+    """Print the results besides the measures: decoding, comparison, latency, overlap, published figures."""
     if decoding := details.get("decoding"):
         print_values({"decoding": decoding})
     if compared := details.get("against"):

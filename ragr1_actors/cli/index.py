@@ -1,4 +1,4 @@
-"""The commands ``ragr1 index ...``: build, adopt, inspect, search, measure and serve an index."""
+"""Commands ``ragr1 index ...``: build, adopt, inspect, search, measure and serve an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``ragr1``: training, what inspects a run, and one sentence for everything that goes wrong."""
+"""Command ``ragr1``: training, the inspection of runs, and one sentence for every error of a user."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
 
 
 class Commands(Group):
-    """The commands of ``ragr1``. An interrupt of any is one line, and the exit status of its signal."""
+    """Commands of ``ragr1``. An interrupt of any prints one line, and gives the exit status of its signal."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # typer does not export the base of its Context
-        """Refuse what no path, address or text can hold; only a program can give it."""
+        """Refuse characters that no path, address or text can hold; only a program can give them."""
         if wrong := [word for word in args if "\0" in word]:
             raise UserError(f"got {shortened(repr(wrong[0]))}, expected words without the character NUL; leave it out")
         return super().parse_args(ctx, args)
@@ -70,14 +70,14 @@ class Commands(Group):
 
 
 _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EROFS)
-"""What the system says of a path that a person has to change."""
+"""Errors of the system for a path that a person has to change."""
 
 
 @contextmanager
 def _paths_refused() -> Iterator[None]:
-    """Make one sentence of a path that the system refuses, wherever a command first uses it.
+    """Print one sentence for a path that the system refuses, wherever a command first uses it.
 
-    Some commands look at a path sooner than others, and each of them may be given one that is too long for a name.
+    Commands use a path at different times, and each may get one that is too long for a name.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def _paths_refused() -> Iterator[None]:
 
 @contextmanager
 def exit_on_interrupt(advice: str) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into one line that ends with ``advice``, and the end of the command."""
+    """Turn Ctrl-C and SIGTERM into one line that ends with ``advice``, and end the command."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -203,7 +203,7 @@ def train(
 
 
 def _continued(store: RunStore, stored: RunConfig, recipe: str, overrides: list[str], *, is_same: bool) -> RunConfig:
-    """Return the configuration with which a run goes on; ``is_same``: recipe and overrides are those of its start."""
+    """Return the configuration with which a run continues; ``is_same``: recipe and overrides are as at its start."""
     from ragr1_actors.runs.run_directory import change_learners, check_recipe, start_again
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -215,7 +215,7 @@ def _continued(store: RunStore, stored: RunConfig, recipe: str, overrides: list[
 
 
 def _question(store: RunStore) -> str:
-    """Return a question that the run can be asked."""
+    """Return a question for the run."""
     try:
         return evaluate.example_question(store.path)
     except DataError as error:  # the run is complete all the same
@@ -233,13 +233,13 @@ def _check_profile(config: RunConfig, num_profiled: int) -> None:
 
 
 def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) -> str:
-    """Return what a run says when it is interrupted.
+    """Return the advice of a run when it is interrupted.
 
     Args:
-        recipe: As given.
-        run_dir: Path or URI of the run.
-        lasts: Whether ``run_dir`` is there after the job, if the run is one.
-        repeats: Whether the same command continues the run.
+        recipe: recipe as given.
+        run_dir: path or URI of the run.
+        lasts: whether ``run_dir`` still exists after the job, if the run is a job.
+        repeats: whether the same command continues the run.
     """
     from cluster.submit import is_job
 
@@ -424,7 +424,7 @@ app.command()(chaos.chaos)
 
 
 def describe_start(recipe: str, config: RunConfig, run_dir: str) -> Panel:
-    """Return what ``ragr1 train`` prints first: the keys that differ from the defaults, and the run directory."""
+    """Return the first output of ``ragr1 train``: the keys that differ from the defaults, and the run directory."""
     rows = Table.grid(padding=(0, 2))
     for key, value in config.changes().items():
         rows.add_row(key, Text(shortened(" ".join(str(value).split()) or '""', 60)))
@@ -435,7 +435,7 @@ def describe_start(recipe: str, config: RunConfig, run_dir: str) -> Panel:
 
 
 def main() -> None:
-    """Run the command line. A ``UserError`` and a full disk print one sentence and exit with status 2."""
+    """Run the command line. A ``UserError`` or a full disk prints one sentence and exits with status 2."""
     try:
         app(standalone_mode=True)
     except UserError as error:
@@ -477,7 +477,7 @@ def _begin(config: RunConfig, store: RunStore) -> RunConfig:
 def _run(
     config: RunConfig, store: RunStore, advice: str, num_profiled: int = 0, words: Sequence[str] = ()
 ) -> RunReport:
-    """Take a run to its end and print its table; ``advice`` is what an interrupt before its start prints."""
+    """Run to the end and print the table of the run; ``advice`` is printed at an interrupt before its start."""
     with ended_during_imports(advice):
         from ragr1_actors.training.stages import TrainingRun
 

@@ -1,4 +1,4 @@
-"""``ragr1 plan``: what a recipe needs of each machine, in bytes and seconds, before anything starts."""
+"""``ragr1 plan``: the needs of a recipe on each machine, in bytes and seconds, before anything starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def plan(
 
 
 def render_plan(plan: Plan, machine: Machine) -> Table:
-    """Return a table of every place and what fills it, and of the seconds of an iteration."""
+    """Return a table of every memory and its contents, and of the seconds of an iteration."""
     gpus = f"{machine.num_gpus} x {machine.gpu.name}" if machine.gpu is not None else "no GPU"
     title = f"{machine.num_machines} x ({gpus}, {machine.num_cpus} CPUs); the actors reserve {plan.num_gpus:g} GPUs"
     table = Table("", "GiB", "of", title=title, title_justify="left")

@@ -1,4 +1,4 @@
-"""``ragr1 rescore``: what another reward would have said of the trajectories that a run has kept."""
+"""``ragr1 rescore``: another reward for the trajectories that a run has kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragr1_actors.cli import JsonLinesOption, print_json, print_line
 from ragr1_actors.core.errors import ConfigError
 
 _TAKEN = ("environment.reward_options", "environment.models")
-"""What of a recipe a reward depends on."""
+"""Keys of a recipe on which a reward depends."""
 
 
 def rescore(
@@ -51,7 +51,7 @@ def rescore(
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuse what would have no effect; ``ConfigError``."""
+    """Refuse overrides without an effect; raises ``ConfigError``."""
     for name in (assignment.partition("=")[0] for assignment in overrides):
         if name == "environment.reward":
             raise ConfigError("got environment.reward, which --reward replaces; leave it out")

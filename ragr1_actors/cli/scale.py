@@ -1,4 +1,4 @@
-"""``ragr1 scale``: other sizes for the fleets of a run that is under way, from another shell."""
+"""``ragr1 scale``: other sizes for the fleets of a live run, from another shell."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scale(
 
 
 def check_under_way(store: RunStore) -> RunConfig:
-    """Return the configuration of a run; ``UserError`` if there is none, or it has ended."""
+    """Return the configuration of a live run; raises ``UserError`` if there is no run, or it has ended."""
     from ragr1_actors.runs.run_directory import open_run_directory
 
     config = open_run_directory(store)
@@ -55,10 +55,10 @@ def check_under_way(store: RunStore) -> RunConfig:
 
 
 def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
-    """Give a run that is under way an order, a ``ScaleOrder`` without its id, and return the answer.
+    """Give a live run an order, a ``ScaleOrder`` without its id, and return the answer.
 
     Raises:
-        UserError: it does not answer in time, and the order is withdrawn.
+        UserError: the run does not answer in time; the order is then withdrawn.
     """
     from ragr1_actors.runs.scale_order import ScaleOrder, read_answer, withdraw_order, write_order
 

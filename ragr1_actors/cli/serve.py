@@ -1,4 +1,4 @@
-"""The command ``ragr1 serve``: a trained policy for any OpenAI client."""
+"""Command ``ragr1 serve``: a trained policy for any OpenAI client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ragr1 simulate``: how fast a recipe would run on fleets of any size, what limits it, and how many it needs."""
+"""``ragr1 simulate``: throughput of a recipe on fleets of any size, its bottleneck, and the sizes that it needs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def simulate(
 
 
 def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Workload]:
-    """Return the times of ``ragr1 plan`` on machines with a kind of GPU, and attempts of its mean lengths."""
+    """Return the times of ``ragr1 plan`` for a kind of GPU, and trajectories of its mean lengths."""
     from ragr1_actors.lab.simulation.workload import DrawnWorkload
     from ragr1_actors.planning.plan import GPUS, Machine, count_passages, make_pace
 
@@ -90,7 +90,7 @@ def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Wo
 
 
 def describe_pace(pace: Pace, recording: Recording | None) -> str:
-    """Return the times that the simulation is made of, and where they are from."""
+    """Return the times of the simulation, and their source."""
     engine, learner = pace.engine, pace.learner
     source = "from `ragr1 plan`"
     if recording is not None:
@@ -126,13 +126,13 @@ def print_study(found: Study) -> None:
 
 
 def print_decisions(simulation: Simulation) -> None:
-    """Print what the autoscaling policy did, if anything."""
+    """Print the decisions of the autoscaling policy, if any."""
     for change in simulation.resized:
         print_line(f"{change.time_s:8.0f} s  {change.fleet} {change.before} -> {change.after}: {change.reason}")
 
 
 def render_curve(curve: tuple[Simulation, ...], fleet: str) -> Table:
-    """Return the throughput over the sizes of a fleet, ``runners`` or ``retrievers``, as a table with bars."""
+    """Return a table with bars of the throughput by the size of a fleet, ``runners`` or ``retrievers``."""
     other = "retrievers" if fleet == "runners" else "runners"
     table = Table(title=f"Throughput by {fleet}, with {_count(curve[0], other)} {other}", title_justify="left")
     for heading in (fleet, "trajectories/s", "learner waits", "retrievers busy"):
@@ -154,7 +154,7 @@ def render_curve(curve: tuple[Simulation, ...], fleet: str) -> Table:
 
 
 def as_data(found: Study, pace: Pace, recording: Recording | None) -> dict[str, Any]:
-    """Return everything as JSON."""
+    """Return the results as JSON."""
     return {
         "pace": {
             "engine": asdict(pace.engine),

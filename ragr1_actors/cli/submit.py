@@ -127,12 +127,12 @@ def render_jobs(jobs: list[Job]) -> Table:
 
 
 class LogView:
-    """Writes the log of a job as it arrives. On a terminal, a line of progress replaces the one before."""
+    """Writes the log of a job as it arrives. On a terminal, a line of progress replaces the previous one."""
 
     def __init__(self, *, is_terminal: bool, num_chars: int = 0) -> None:
-        """Write to standard output what follows the first ``num_chars`` characters."""
+        """Write the log after its first ``num_chars`` characters to standard output."""
         self.num_chars = num_chars
-        """Characters of the log so far."""
+        """Number of characters of the log so far."""
         self._is_terminal = is_terminal
         self._rest = ""
         self._has_progress = False
@@ -150,7 +150,7 @@ class LogView:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """End the line that has no end yet."""
+        """End an incomplete last line."""
         if self._rest or self._has_progress:
             sys.stdout.write(f"{self._rest}\n")
             sys.stdout.flush()
@@ -158,7 +158,7 @@ class LogView:
 
 
 def _follow(client: JobClient, job_id: str, address: str, start: int = 0) -> None:
-    """Show a job, from a character of its log on, until it ends, and exit with its status; Ctrl-C asks about a stop."""
+    """Show the log of a job, from a character on, until it ends, and exit with its status; Ctrl-C asks about a stop."""
     is_stopping = False
     view = LogView(is_terminal=sys.stdout.isatty(), num_chars=start)
     while True:
@@ -190,7 +190,7 @@ def _stop(client: JobClient, job_id: str) -> None:
 
 
 def _wants_stop() -> bool:
-    """Ask on the terminal; without one the job goes on."""
+    """Ask on the terminal; without one the job continues."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     try:

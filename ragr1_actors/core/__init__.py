@@ -1,1 +1,1 @@
-"""What every other package may import: types, Arrow schema, errors, configuration, files. Imports none of them."""
+"""Types, Arrow schema, errors, configuration and files, which every other package may import. Imports none of these."""

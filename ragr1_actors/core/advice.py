@@ -1,4 +1,4 @@
-"""Commands that a message advises, in a form that can be copied into the shell."""
+"""Commands in messages, in a form that can be copied into the shell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def command_name() -> str:
-    """Return how this shell finds the command that runs: ``ragr1``, or its path, such as ``.venv/bin/ragr1``."""
+    """Return the command by which this shell finds the running program: ``ragr1``, or ``.venv/bin/ragr1``."""
     called = Path(sys.argv[0])
     return str(called) if called.name == "ragr1" and shutil.which("ragr1") is None else "ragr1"
 

@@ -1,4 +1,4 @@
-"""How answers are compared."""
+"""Normalisation of answers for comparisons."""
 
 from __future__ import annotations
 

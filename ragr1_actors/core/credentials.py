@@ -1,6 +1,6 @@
 """Secrets come from the environment only. An option or an address that holds one is refused: it would be stored.
 
-What a recipe says is printed, stored with the run, and shown with the job by Ray's dashboard.
+A recipe's text is printed, stored with the run, and shown with the job by Ray's dashboard.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ragr1_actors.core.errors import ConfigError
 _OPTIONS = ("retrieval.options", "env_runners.engine_options")
 """Options that reach search APIs and engines, which need keys."""
 _PASSWORD = re.compile(r"[A-Za-z0-9+.-]://[^/?#:]*+:(?!\d+/)|https?://[^/?#:]++\Z", re.IGNORECASE)
-"""What stands before an ``@``: a user and a password, which may hold ``/``, ``?`` and ``#``, or a token instead of a
-user. A port is neither. As all patterns here it takes time linear in the text."""
+"""Pattern of the text before an ``@``: a user and a password, which may hold ``/``, ``?`` and ``#``, or a token instead
+of a user. A port is neither. Like all patterns here it takes time linear in the text."""
 _PARAMETER = re.compile(r"[?&]([^=?&#\s]+)=")
 _SECRET_NAME = re.compile(
     r"(^|.*[-_.])(key|apikey|token|secret|password|passwd|pwd|auth|authorization|cookie|credentials?|sig|signature)",
@@ -45,7 +45,7 @@ def refuse_credentials(text: str, where: str) -> None:
 
 
 def refuse_secrets(value: Any, key: str) -> None:
-    """Refuse a secret in the value of a recipe's key: an address, or an option of what needs keys.
+    """Refuse a secret in the value of a recipe's key: an address, or an option of a part that needs keys.
 
     Raises:
         ConfigError: as ``refuse_credentials``, or the name of an option says that it is a secret.

@@ -1,4 +1,4 @@
-"""The list of a stored folder's files with their sizes and digests: damaged and missing files are refused by name.
+"""List of a stored folder's files with their sizes and digests: damaged and missing files are refused by name.
 
 ::
 
@@ -7,8 +7,8 @@
       policy/
         digests.json        of config.json, model.safetensors, ...: this folder may be used by itself
 
-Who writes files digests them from the page cache, while they go to disk; who reads them compares them first. Files that
-a person adds are in no list, and are no error. ``docs/decisions/digests.md`` says why it is XXH3.
+A writer digests its files from the page cache, while they go to disk; a reader compares them first. Files that a person
+adds are in no list, and are no error. ``docs/decisions/digests.md`` says why it is XXH3.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileDigest:
-    """``FileDigest(5242880, "9f2c...")``: the size of a file and its XXH3-128, 32 hexadecimal digits."""
+    """Size and XXH3-128 of a file, 32 hexadecimal digits: ``FileDigest(5242880, "9f2c...")``."""
 
     num_bytes: int
     digest: str
 
     @classmethod
     def of(cls, path: Path) -> FileDigest:
-        """Read a file; one that this process has read, and that did not change since, is not read again."""
+        """Read a file; a file that this process has read, and that did not change since, is not read again."""
         found = path.stat()
         digest = _digest(path.absolute(), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
         return cls(found.st_size, digest)
 
 
 Digests = dict[str, FileDigest]
-"""By name relative to a folder, with ``/``."""
+"""Digests by name relative to a folder, with ``/``."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _List:
     format_version: Literal[1]
     files: Digests
     digest: str
-    """Of ``files``: a damaged list must not blame a file."""
+    """Digest of ``files``, so that a damaged list does not blame a file."""
 
 
 @lru_cache(maxsize=1024)
@@ -89,9 +89,9 @@ def digest_files(folder: Path, names: Collection[str]) -> Digests:
 
 
 def write_list(folder: Path, digests: Digests | None = None) -> None:
-    """Write the list of a folder; without ``digests``, of all files that are in it and below it.
+    """Write the list of a folder; without ``digests``, it lists all files in it and below it.
 
-    The folder gets its name later, once it is synced, so that the list need not be whole or absent by itself.
+    The folder gets its name later, once it is synced, so the list is not written atomically.
 
     Raises:
         OSError: a file cannot be read, or the list cannot be written.
@@ -128,13 +128,13 @@ def check_digests(
     """Compare files of a folder with its list; without a list nothing is compared.
 
     Args:
-        folder: one without a list that the folder around it names is warned about.
+        folder: if the folder around it lists a list that it lacks, a warning says so.
         is_wanted: whether a file of this name is compared.
         is_read: whether its content is, too, and not only its size.
         share: ``(2, 8)`` is every eighth file from the third on; other ranks compare the others.
 
     Raises:
-        DataError: a file is missing, or has another size or content. Names the first of them.
+        DataError: a file is missing, or has another size or content. The message names the first one.
     """
     if not (folder / LIST_FILE).is_file():
         if _is_expected(folder):
@@ -151,7 +151,7 @@ def check_digests(
 
 @cache
 def warn_unlisted(*folders: str) -> None:
-    """Say, once, that files cannot be checked."""
+    """Warn, once, that files of these folders cannot be checked."""
     logger.warning(
         "%s: no %s, so that damaged files are not noticed: an earlier version wrote it, or the list was removed",
         *(" and ".join(folders), LIST_FILE),
@@ -159,10 +159,10 @@ def warn_unlisted(*folders: str) -> None:
 
 
 def _is_expected(folder: Path) -> bool:
-    """Whether the folder around it lists the list of ``folder``."""
+    """Return whether the folder around it lists the list of ``folder``."""
     try:
         return folder.is_dir() and f"{folder.name}/{LIST_FILE}" in read_list(folder.parent)
-    except DataError:  # there is none
+    except DataError:  # there is no list
         return False
 
 

@@ -1,4 +1,4 @@
-"""All exceptions that the project raises on purpose, and the words that their messages share.
+"""Exceptions that the project raises on purpose, and the words that their messages share.
 
 All of them pickle (Ray sends them between processes): they take one message and keep no other state.
 """
@@ -14,19 +14,19 @@ class RagR1Error(Exception):
 
 
 class UserError(RagR1Error):
-    """A request that cannot be met, said in one sentence: what was got, what was expected and what to do."""
+    """A request cannot be met; one sentence says what was got, what was expected and what to do."""
 
 
 class ConfigError(UserError, ValueError):
-    """A recipe, a section, a key or a value that does not exist or does not fit."""
+    """A recipe, a section, a key or a value does not exist or does not fit."""
 
 
 class DataError(UserError, ValueError):
-    """A task file, a corpus or an index that cannot be used as it is."""
+    """A task file, a corpus or an index cannot be used as it is."""
 
 
 class RunDirectoryError(UserError):
-    """A run directory that holds a run already, or that holds none where one is needed."""
+    """A run directory holds a run already, or holds none where one is needed."""
 
 
 class ServiceError(RagR1Error):
@@ -34,11 +34,11 @@ class ServiceError(RagR1Error):
 
 
 class RetrievalError(ServiceError):
-    """A search that failed on every replica it was tried on."""
+    """A search failed on every replica that was tried."""
 
 
 class ToolError(RagR1Error):
-    """A tool that was called wrongly, or cannot do what it was called for; the policy reads the message."""
+    """A tool was called wrongly, or cannot do what the call asks; the policy reads the message."""
 
 
 class RpcError(RagR1Error):
@@ -46,23 +46,23 @@ class RpcError(RagR1Error):
 
 
 class TransferError(RagR1Error):
-    """Weights that did not arrive, or only in part; the engine needs all of them again."""
+    """Weights did not arrive, or only in part; the engine needs all of them again."""
 
 
 class EngineError(RagR1Error):
-    """An engine that did not start or did not answer."""
+    """An engine did not start or did not answer."""
 
 
 class EngineDeadError(EngineError):
-    """An engine whose process has ended: it answers no further request."""
+    """An engine's process has ended: it answers no further request."""
 
 
 class LearnerError(RagR1Error):
-    """Learning that cannot go on: no step changes the weights any more."""
+    """Learning cannot continue: no step changes the weights any more."""
 
 
 class FleetError(RagR1Error):
-    """A fleet without any live actor."""
+    """A fleet has no live actor."""
 
 
 def one_line(error: BaseException, max_length: int = 500) -> str:

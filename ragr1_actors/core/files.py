@@ -33,17 +33,17 @@ from safetensors.numpy import save_file
 from ragr1_actors.core.errors import DataError, UserError, one_line, shortened
 
 POLICY_FOLDER = "policy"
-"""In a checkpoint: the policy as a Hugging Face folder."""
+"""Name of the folder in a checkpoint with the policy as a Hugging Face folder."""
 ADAPTER_FOLDER = "adapter"
-"""In a checkpoint of a run with ``learners.lora``: the adapters, for peft to load beside the stage's first policy."""
+"""Name of the folder in a checkpoint with ``learners.lora`` that has the adapters, for peft to load."""
 POLICY_FILES = ("config.json", "model.safetensors")
-"""What the folder of a policy has at least."""
+"""Files that the folder of a policy must have."""
 LEARNER_FILE = "learner.safetensors"
-"""In a checkpoint: the learners' state; of several ranks, the part of rank 0. See ``learner_files``."""
+"""File in a checkpoint with the learners' state; of several ranks, the part of rank 0. See ``learner_files``."""
 LEARNER_PREFIX = "learner"
-"""With what the names of ``learner_files`` begin."""
+"""Beginning of the names of ``learner_files``."""
 WRITING = ".writing_"
-"""Prefix of files and folders that are being written, or were left by a crash: never read."""
+"""Prefix of files and folders that are being written, or were left by a crash; they are not read."""
 REMOVED, REPLACED = ".removed_", ".replaced_"
 """Prefixes of folders that are being removed, and that another takes the place of."""
 
@@ -51,17 +51,17 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _WHOLE_UP_TO = 64 * 2**20
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 2**16
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an errno
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # errno in the messages of safetensors
 
 
 def write_file(final: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` create a file that gets the name ``final`` once it is whole and on disk; it replaces another.
+    """Let ``write`` create a file that gets the name ``final`` once it is whole and on disk; it replaces another.
 
     ``write_file(path, lambda writing: writing.write_text(text, "utf-8"))``. The temporary name is unique: several
     processes may write one file, and the last one to finish wins.
 
     Raises:
-        OSError: the file cannot be written; ``final`` is then as it was, and so it is where ``write`` raises.
+        OSError: the file cannot be written; then, and if ``write`` raises, ``final`` does not change.
     """
     writing = final.with_name(f"{WRITING}{secrets.token_hex(4)}_{final.name}")
     try:
@@ -85,10 +85,10 @@ def publish(writing: Path, final: Path, *, is_on_disk: bool = False) -> Path:
 
 
 def write_folder(final: Path, write: Callable[[Path], None], files: Collection[str]) -> None:
-    """Have ``write`` fill a folder that gets the name ``final`` once it is whole; another of that name is replaced.
+    """Let ``write`` fill a folder that gets the name ``final`` once it is whole; it replaces another.
 
     Raises:
-        DataError: ``write`` did not write one of ``files`` where this process sees it; ``final`` does not change.
+        DataError: this process does not see one of ``files`` after ``write``; ``final`` does not change.
     """
     try:
         write(begin_folder(final))
@@ -212,7 +212,7 @@ def held_alone(path: Path, taken: UserError, *, is_folder: bool = False) -> Iter
 
 
 def check_seen(name: str | Path) -> None:
-    """Return if ``name`` is a folder on this node, or no absolute path: then it may be a name on a model hub.
+    """Return if ``name`` is a folder on this node, or no absolute path, and so maybe a name on a model hub.
 
     Raises:
         DataError: the node of the driver has this folder, and this node does not.
@@ -227,7 +227,7 @@ def check_seen(name: str | Path) -> None:
 def answer_probe(probe: Path, *, replies: bool) -> str:
     """Return the name of this node if it does not see the file ``probe``, else an empty text.
 
-    With ``replies`` write ``reply_to(probe)``; a node that cannot is returned, too.
+    With ``replies`` it writes ``reply_to(probe)``; a node that cannot is returned, too.
     """
     try:
         if not probe.is_file():
@@ -245,7 +245,7 @@ def reply_to(probe: Path) -> Path:
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Return whether an error of Python or safetensors says that a disk, a quota or a limit on files is used up."""
+    """Return whether an error of Python or safetensors means that a disk, a quota or a limit on files is used up."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(error, OSError | SafetensorError) and error_number(error) in full
 
@@ -257,7 +257,7 @@ def learner_files(num_ranks: int) -> list[str]:
 
 
 def rank_part(rank: int) -> str:
-    """Return the name of what a learner rank writes of a folder: ``rank_0``."""
+    """Return the name of a learner rank's part of a folder: ``rank_0``."""
     return f"rank_{rank}"
 
 
@@ -266,18 +266,18 @@ class TensorPart:
     """Consecutive elements of a tensor."""
 
     values: NDArray[Any]
-    """``[n]``"""
+    """Values of the elements, ``[n]``."""
     start: int
-    """Index of the first of them in the flat tensor."""
+    """Index of the first element in the flat tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
 
 class Tensors(Mapping[str, NDArray[Any]]):
-    """Whole tensors by name, out of parts; each is put together when it is read."""
+    """Whole tensors by name, made of parts; each is put together when it is read."""
 
     def __init__(self, parts: Iterable[Mapping[str, TensorPart]]) -> None:
-        """Take the parts of several owners; ``DataError`` if some of a tensor's elements are missing."""
+        """Take the parts of several owners; raises ``DataError`` if some of a tensor's elements are missing."""
         self._parts: dict[str, list[TensorPart]] = {}
         for owned in parts:
             for name, part in owned.items():
@@ -308,13 +308,13 @@ class Tensors(Mapping[str, NDArray[Any]]):
 
 _RANK = re.compile(r".+_\d+")
 _Places = dict[str, tuple[int, tuple[int, ...]]]
-"""Of the tensors in a file that are not whole: index of the first element, and the whole shape."""
+"""Places of the tensors in a file that are not whole: index of the first element, and the whole shape."""
 
 
 def write_parts(path: Path, parts: Mapping[str, TensorPart], source: str = "") -> None:
-    """Write one safetensors file: whole tensors in their shapes, others flat, with their places as metadata.
+    """Write one safetensors file: whole tensors in their shapes, others flat, with their places in its metadata.
 
-    ``source`` names what the parts are of; ``read_learner`` refuses parts of different sources.
+    ``source`` names the owner of the parts; ``read_learner`` refuses parts of different sources.
 
     Raises:
         OSError: the file cannot be written, such as ``ENOSPC``.
@@ -403,18 +403,18 @@ _FOREIGN = {
     b"\xff\xfe": "text in UTF-16; save it as UTF-8",
     b"\xfe\xff": "text in UTF-16; save it as UTF-8",
 }
-"""How files begin that no reader of tasks or passages knows, and what to do about each."""
+"""First bytes of files that no reader of tasks or passages knows, and what to do about each."""
 _PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
 _PARQUET = b"PAR1"
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open text or a Parquet table for reading bytes, decompressed where the first bytes say gzip, bzip2 or xz.
+    """Open text or a Parquet table for reading bytes, decompressed if the first bytes mean gzip, bzip2 or xz.
 
     Raises:
-        DataError: it cannot be read, also in the block, what is compressed ends too early or is damaged, or its first
-            bytes say that it is something else.
+        DataError: it cannot be read, also within the block, it is compressed and damaged or cut off, or its first bytes
+            mean another format.
     """
     try:
         file: BinaryIO = path.open("rb")
@@ -436,12 +436,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def unpacked_name(path: Path) -> Path:
-    """Return a path without the ending of a compression: ``popqa.tsv`` of ``popqa.tsv.gz``."""
+    """Return a path without the ending of a compression: ``popqa.tsv`` for ``popqa.tsv.gz``."""
     return path.with_suffix("") if path.suffix in _PACKED_SUFFIXES else path
 
 
 def is_parquet(path: Path) -> bool:
-    """Return whether a file begins as a Parquet table does."""
+    """Return whether a file begins like a Parquet table."""
     with opened(path) as file:
         return file.read(len(_PARQUET)) == _PARQUET
 
@@ -452,7 +452,7 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: it cannot be read, or is damaged.
     """
-    import pyarrow as pa  # a quarter of a second that other readers of this module need not wait
+    import pyarrow as pa  # takes a quarter of a second that other readers of this module do not need
     import pyarrow.parquet as pq
 
     with opened(path) as content:
@@ -475,7 +475,7 @@ def read_json(path: Path, remedy: str = "") -> Any:
 
 
 def read_json_as(kind: type[T], path: Path, remedy: str = "") -> T:
-    """Read a JSON file as a dataclass or pydantic model; ``DataError`` as of ``read_json`` and ``validated``."""
+    """Read a JSON file as a dataclass or pydantic model; raises ``DataError`` as ``read_json`` and ``validated``."""
     return validated(kind, read_json(path, remedy), str(path), remedy)
 
 
@@ -528,7 +528,7 @@ def first_problem(error: object) -> tuple[str, Any, str] | None:
         return None
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "model_type":  # pydantic names our class, which is no word of a recipe
+    if first["type"] == "model_type":  # pydantic names our class, which is not a word of a recipe
         message = "expected keys with values, such as {key: value}"
     return ".".join(str(part) for part in first["loc"]), first["input"], f"{message[:1].lower()}{message[1:]}"
 
@@ -544,8 +544,8 @@ def error_number(error: OSError | SafetensorError) -> int:
 def fingerprint_file(path: Path) -> str:
     """Return a SHA-256 over a file's size and content.
 
-    Of a file over 64 MiB only 64 blocks of 64 KiB are read, evenly spread, the first and the last byte among them: a
-    replica must not read 60 GB before it serves. That finds truncation and another file, not one changed byte.
+    In a file over 64 MiB it reads only 64 blocks of 64 KiB, evenly spread, with the first and the last byte, as a
+    replica must not read 60 GB before it serves. This finds truncation and another file, but not one changed byte.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

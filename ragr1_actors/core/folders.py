@@ -1,4 +1,4 @@
-"""Folders that actors of other nodes read and write: by path where their node sees it, else by what replaces a path.
+"""Folders that actors of other nodes read and write: by path if their node sees it, else by a ``Folder``.
 
 The packages that only read or write such a folder know these protocols; ``cluster/storage.py`` implements them over a
 storage URI and Ray's object store.
@@ -19,18 +19,18 @@ from ragr1_actors.core.files import check_seen, sync
 
 @runtime_checkable
 class Folder(Protocol):
-    """A folder that any node can have. ``str(folder)`` is its name for people, without secrets."""
+    """Folder that any node can have. ``str(folder)`` is its name for people, without secrets."""
 
     def fetch(self) -> Path:
         """Return the folder on this node, read-only; it is copied here if the node does not have it.
 
         Raises:
-            UserError: it cannot be had: no connection, no room, or other content than expected.
+            UserError: there is no connection, no room, or other content than expected.
         """
         ...
 
     def only(self, *prefixes: str) -> Folder:
-        """Return the folder with those of its files whose names start with one of ``prefixes``."""
+        """Return the folder with only the files whose names start with one of ``prefixes``."""
         ...
 
     def reference(self) -> str:
@@ -39,13 +39,13 @@ class Folder(Protocol):
 
 
 AnyFolder = str | Path | Folder
-"""A path, a name on a model hub, or a ``Folder``."""
+"""Folder as a path, a name on a model hub, or a ``Folder``."""
 Share = Callable[[str | Path], AnyFolder]
-"""Returns what an actor on any node is given for a folder of this node; a name on a model hub is returned as it is."""
+"""Function that returns the form in which actors on any node get a folder of this node; a hub name is unchanged."""
 
 
 def in_place(folder: str | Path) -> AnyFolder:
-    """``Share`` for actors that see the folders of this node."""
+    """Return the folder itself, as ``Share`` for actors that see the folders of this node."""
     return folder
 
 
@@ -53,7 +53,7 @@ def on_this_node(folder: AnyFolder) -> str | Path:
     """Return the path of a folder on this node, or the name on a model hub that was given.
 
     Raises:
-        DataError: an absolute path that this node does not see; and as of ``Folder.fetch``.
+        DataError: this node does not see the absolute path; and as in ``Folder.fetch``.
     """
     if isinstance(folder, Folder):
         return folder.fetch()
@@ -62,18 +62,18 @@ def on_this_node(folder: AnyFolder) -> str | Path:
 
 
 def part_of(folder: AnyFolder, *prefixes: str) -> AnyFolder:
-    """Return ``folder.only(*prefixes)``; a path as it is, because nothing of it is copied."""
+    """Return ``folder.only(*prefixes)``; a path is unchanged, because it is not copied."""
     return folder.only(*prefixes) if isinstance(folder, Folder) else folder
 
 
 def compared(folder: AnyFolder, prefix: str, share: tuple[int, int] = (0, 1)) -> Path:
-    """Return a folder on this node whose files that start with ``prefix`` are those of its list.
+    """Return a folder on this node after comparing its files that start with ``prefix`` with its list.
 
-    ``share`` is that of ``check_digests``. A copy in this node's cache is compared whole: other nodes have others.
+    ``share`` is as in ``check_digests``. A copy in this node's cache is compared whole: other nodes have others.
 
     Raises:
         DataError: a file is damaged or gone.
-        UserError: one of a copy is; what is stored was compared when it was fetched.
+        UserError: a file of a copy is; the original was compared when it was fetched.
     """
     path = Path(on_this_node(folder))
     is_copy = isinstance(folder, Folder)
@@ -87,7 +87,7 @@ def compared(folder: AnyFolder, prefix: str, share: tuple[int, int] = (0, 1)) ->
 
 
 def warn_of_unlisted(*folders: AnyFolder) -> None:
-    """Say that folders of a run have no list of their files: those that an earlier version wrote."""
+    """Warn that folders of a run have no list of their files: an earlier version wrote them."""
     found = [
         str(folder) for folder in folders if not (Path(on_this_node(part_of(folder, LIST_FILE))) / LIST_FILE).is_file()
     ]
@@ -97,7 +97,7 @@ def warn_of_unlisted(*folders: AnyFolder) -> None:
 
 @runtime_checkable
 class FolderWriter(Protocol):
-    """Where processes on several nodes write one folder."""
+    """Writer with which processes on several nodes write one folder."""
 
     def part(self, name: str) -> AbstractContextManager[Path]:
         """Return a context with a folder of this node; the files in it are delivered when the context ends.
@@ -111,7 +111,7 @@ class FolderWriter(Protocol):
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder that the nodes share. It is a ``FolderWriter``."""
+    """Folder that the nodes share. It is a ``FolderWriter``."""
 
     path: Path
 

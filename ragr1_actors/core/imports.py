@@ -1,4 +1,4 @@
-"""Import large packages in less time, and leave them: every process pays for its imports once per start.
+"""Faster imports of large packages, and faster exits: every process pays for its imports once per start.
 
 ``python -c "import time; t = time.time(); import torch, ragr1_actors.core.models.huggingface; print(time.time() - t)"``
 prints 2.23 s with ``quick_imports``, and 2.59 s with a collector that runs (medians of five, two cores).
@@ -15,14 +15,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _COUNTS_LEAKS = "triton._C.libtriton"
-"""A module made by nanobind, which names each of its objects that are left at the end of the process."""
+"""Module made by nanobind, which reports each of its objects that are left at the end of the process."""
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Collect no garbage in this block, whose objects mostly stay as long as the process.
+    """Collect no garbage in this block, as its objects mostly live as long as the process.
 
-    What it made counts as old afterwards, as if the collector had visited it twice.
+    Its objects count as old afterwards, as if the collector had visited them twice.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -37,14 +37,14 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def quick_exit() -> Iterator[None]:
-    """Look for no garbage when the process ends: a second of ``ragr1 ask``, whose memory the system takes anyway.
+    """Collect no garbage when the process ends, which saves ``ragr1 ask`` a second; the system frees the memory.
 
     The block is all that the process does. Where triton is loaded, as by vLLM, the process ends once all that is
     registered for its end has run: Python would take the modules apart, and then triton's library prints 40 lines about
     objects that are left, and vLLM's objects a traceback each, as what they call is gone.
     """
     status = [0]
-    atexit.register(_leave, status)  # the first one, which runs last
+    atexit.register(_leave, status)  # the first handler, which runs last
     try:
         yield
     except SystemExit as end:
@@ -58,7 +58,7 @@ def quick_exit() -> Iterator[None]:
 def _leave(status: list[int]) -> None:
     if _COUNTS_LEAKS in sys.modules:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # closed: by who read it, before, or from the start
+            with suppress(OSError, ValueError, AttributeError):  # closed by its reader, earlier, or from the start
                 stream.flush()
         os._exit(status[0])
     gc.freeze()
@@ -66,12 +66,12 @@ def _leave(status: list[int]) -> None:
 
 @contextmanager
 def hidden(*packages: str, checks: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Have packages that are not loaded yet look as if they were not installed, so that others do not import them.
+    """Make packages that are not loaded yet look as if they were not installed, so that others do not import them.
 
     ``checks`` are cached functions that look for a package.
     """
     absent = [name for name in packages if name not in sys.modules]
-    # Python takes a module that is None for one that is not installed.
+    # A module that is None counts as not installed.
     sys.modules |= dict.fromkeys(absent)  # type: ignore[arg-type]
     for check in checks:
         check.cache_clear()

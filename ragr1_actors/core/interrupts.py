@@ -12,11 +12,11 @@ from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _newest: int = signal.SIGINT
-"""The signal of the newest interrupt. Where one arrives while Ray waits, Ray raises a plain ``KeyboardInterrupt``."""
+"""Signal of the newest interrupt. If one arrives while Ray waits, Ray raises a plain ``KeyboardInterrupt``."""
 
 
 class TerminationError(KeyboardInterrupt):
-    """SIGTERM: an interrupt that does not come from a keyboard."""
+    """SIGTERM, as an interrupt that does not come from a keyboard."""
 
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
@@ -28,13 +28,13 @@ class InterruptGuard:
     """Turns SIGINT into ``KeyboardInterrupt`` and SIGTERM into ``TerminationError``, which is a ``KeyboardInterrupt``.
 
     The interrupt is raised at once, or at the end of a ``held()`` block; a second signal inside the block is raised at
-    once. A library may catch it and go on (a C extension that imports an optional module, for one), so every later
-    ``held()`` block raises it again at its end, until ``acknowledge``. Used as a context manager; in a thread other
-    than the main one, which gets no signals, it does nothing.
+    once. A library may catch it and go on (for example a C extension that imports an optional module), so every later
+    ``held()`` block raises it again at its end, until ``acknowledge``. It is used as a context manager; in a thread
+    other than the main one, which gets no signals, it does nothing.
     """
 
     def __init__(self) -> None:
-        """Hold no interrupt yet."""
+        """Begin without a held interrupt."""
         self.is_torn = False
         """Whether a second signal ended a ``held()`` block in the middle, so that its states may differ."""
         self._depth = 0
@@ -55,7 +55,7 @@ class InterruptGuard:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold an interrupt back until the end of the block, and raise one that was lost before."""
+        """Hold an interrupt back until the end of the block, and raise one that was lost earlier."""
         self._depth += 1
         try:
             yield
@@ -66,11 +66,11 @@ class InterruptGuard:
             raise self._newest
 
     def acknowledge(self) -> None:
-        """Say that the interrupt arrived where it is answered: ``held()`` blocks raise it no more."""
+        """Note that the interrupt was answered: ``held()`` blocks do not raise it again."""
         self._newest = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        global _newest  # of the process, as signals are: an inner guard gets it, an outer one asks for the status
+        global _newest  # set per process, like signals: an inner guard gets it, an outer one asks for the status
         _newest = number
         self._newest = TerminationError() if number == signal.SIGTERM else KeyboardInterrupt()
         if self._depth and not self._is_pending:
@@ -84,9 +84,9 @@ class InterruptGuard:
 def ended_during_imports(advice: str) -> Iterator[None]:
     """Let an interrupt in the block end the process at once, with one line that ends with ``advice``.
 
-    Imports take more than a minute on a busy machine, and an exception in the midst of one may be lost by Python and by
-    libraries. Nothing that needs cleaning up may be made in the block: no ``finally`` runs. In a thread other than the
-    main one, which gets no signals, it does nothing.
+    Imports take more than a minute on a busy machine, and Python and libraries may lose an exception inside one. The
+    block must make nothing that needs cleaning up, since no ``finally`` runs. In a thread other than the main one,
+    which gets no signals, it does nothing.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,5 @@
-"""The bar of every long command: how many of how many are done, the rate, the time so far and the time left; and what
-is shown where nothing can be counted.
-"""
+"""Progress bar of long commands: done and total numbers, the rate, the time so far and the time left; and a display for
+work that cannot be counted."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from rich.progress import (
 from rich.text import Text
 
 Shown = Callable[[str], AbstractContextManager[None]]
-"""Shows what is under way until the block ends: ``with shown("loading 2 env runners"):``."""
+"""Context that shows current work until the block ends: ``with shown("loading 2 env runners"):``."""
 CountOf = Callable[[str, int, int], None]
-"""Takes what is counted, the number of those done and the number of all: ``("questions", 128, 1000)``."""
+"""Function that takes the name of the counted things, the number done and the total: ``("questions", 128, 1000)``."""
 
 
 def uncounted(what: str, done: int, total: int) -> None:
@@ -39,7 +38,7 @@ def unseen(what: str) -> AbstractContextManager[None]:
 
 
 class RateColumn(ProgressColumn):
-    """Things done in a second or a minute, over the last ones."""
+    """Number of things done per second or minute, over the last ones."""
 
     def render(self, task: Task) -> Text:
         """Return ``310/s`` or ``12.5/min``; empty before the second thing."""
@@ -49,7 +48,7 @@ class RateColumn(ProgressColumn):
 
 
 def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) -> Progress:
-    """Return a display of bars with ``more`` columns at the end; where the console is no terminal it shows nothing."""
+    """Return a display of bars with ``more`` columns at the end; if the console is not a terminal, it shows nothing."""
     return Progress(
         TextColumn("{task.description:<4}"),
         BarColumn(),
@@ -65,9 +64,9 @@ def progress_bar(console: Console, *more: ProgressColumn, hidden: bool = False) 
 
 @contextmanager
 def elapsed_time(console: Console, what: str, *, in_logs: bool = False) -> Iterator[None]:
-    """Show what is under way, such as ``loading 2 env runners``, and for how long; nothing is left of it at the end.
+    """Show current work, such as ``loading 2 env runners``, and its time; the display is removed at the end.
 
-    Where the console is no terminal, a line says it if it is to be ``in_logs``.
+    If the console is not a terminal, a line shows it if ``in_logs``.
     """
     if not console.is_terminal:
         if in_logs:
@@ -83,9 +82,9 @@ def elapsed_time(console: Console, what: str, *, in_logs: bool = False) -> Itera
 
 @contextmanager
 def counted_bars(console: Console) -> Iterator[CountOf]:
-    """Yield a function that shows what it is given in bars: ``show("questions", 128, 1000)``.
+    """Yield a function that shows its counts in bars: ``show("questions", 128, 1000)``.
 
-    A bar appears with the first call of its title, so that what comes before it can show another display.
+    A bar appears with the first call of its title, so that another display can be shown before.
     """
     with ExitStack() as stack:
         display: list[Progress] = []
@@ -103,6 +102,6 @@ def counted_bars(console: Console) -> Iterator[CountOf]:
 
 @contextmanager
 def counted_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield ``counted_bars`` of one title: it takes the number of things done and the number of all."""
+    """Yield ``counted_bars`` for one title: it takes the number of things done and the total."""
     with counted_bars(console) as show:
         yield partial(show, title)

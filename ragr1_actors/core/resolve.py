@@ -1,4 +1,4 @@
-"""From what a recipe says to what a run uses: sections of keys to a checked ``RunConfig``, and names to objects.
+"""Resolves recipes: sections of keys to a checked ``RunConfig``, and names to objects.
 
 A name is a word of a table, or ``my_module:MyThing``. The errors name the wrong key.
 """
@@ -33,7 +33,7 @@ Sections = dict[str, dict[str, Any]]
 MAX_DEPTH = 16
 """Levels of lists and mappings in one value: ``env_runners.engine_options`` needs a few."""
 RECIPE_ENDINGS = (".yaml", ".yml")
-"""Of a recipe's file, which its name tells from a recipe's name."""
+"""Endings of a recipe's file, which tell it from a recipe's name."""
 TINY = "tiny"
 STATIC = "static"
 CORRECT = "correct"
@@ -57,7 +57,7 @@ RENAMED = {
     "training.clip_high": "training.options.clip_high",
     "training.tis_clip": "training.options.tis_clip",
 }
-"""Keys that have another name than in the last release."""
+"""Keys that had another name in the last release."""
 _MAX_BITS = 64
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("cluster", "envs", "learners", "ragr1_actors", "retrieval"))
@@ -65,33 +65,32 @@ _INSTALLED = tuple(
     f"{folder}{os.sep}" for folder in {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
 )
 RECIPES = _ROOT / "ragr1_actors" / "recipes"
-"""A folder per method, with its recipes, its Python and what it claims; and recipes that are of no single method."""
+"""Folder of the recipes: a folder per method, with its recipes, Python and claims; and recipes without a method."""
 CLAIM_FILE = "claim.yaml"
-"""What a method claims, see ``ragr1_actors.lab.claim``; no recipe."""
+"""File with the claims of a method, see ``ragr1_actors.lab.claim``; not a recipe."""
 _MODULE_NAME = re.compile(r"([A-Za-z_]\w*):([A-Za-z_]\w*)", re.ASCII)
 
 
 def path_of(value: str | Path, *words: str) -> Path | None:
-    """Return the path that the value of a key or an option names, or None if it is one of the ``words`` that it knows.
+    """Return the path in the value of a key or an option, or None if it is one of the known ``words``.
 
-    A word wins over a file or folder of its name, so that what lies in the current folder changes the meaning of no
-    recipe: ``path_of("tiny", TINY) is None``, and ``./tiny`` is the path. A ``Path``, which has lost its ``./``, is no
-    word.
+    A word wins over a file or folder of its name, so that the current folder does not change the meaning of a recipe:
+    ``path_of("tiny", TINY) is None``, and ``./tiny`` is the path. A ``Path`` is not a word, as it has lost its ``./``.
     """
     return None if isinstance(value, str) and value in words else Path(value)
 
 
 def named_folder(value: str, *words: str) -> Path | None:
-    """Return the folder that ``value`` names; None if it is a word, or a name on a model hub, which is no folder here.
+    """Return the folder that ``value`` names; None if it is a word, or a name on a model hub without a folder here.
 
-    Of a folder and a hub name that are spelled alike the folder is taken, as transformers does.
+    If a folder and a hub name are equal, the folder is taken, as transformers does.
     """
     path = path_of(value, *words)
     return path if path is not None and value and path.is_dir() else None
 
 
 def resolve(sections: Sections) -> RunConfig:
-    """Return the configuration with every key; ``ConfigError`` on the first key or value that does not fit."""
+    """Return the configuration with every key; ``ConfigError`` for the first key or value that does not fit."""
     for section, settings in sections.items():
         check_keys(section, settings)
     config = RunConfig(**{section: _settings_of(section).read(keys, section) for section, keys in sections.items()})
@@ -126,10 +125,10 @@ def _settings_of(section: str) -> type[Section]:
 
 
 def override(sections: Sections, assignments: Iterable[str]) -> Sections:
-    """Return the sections after ``section.key=value`` assignments; ``ConfigError`` on another form or unknown key.
+    """Return the sections after ``section.key=value`` assignments; ``ConfigError`` for another form or unknown key.
 
-    ``section.key.name=value`` sets one name of a group of keys, or of options, and leaves the others; so does
-    ``section.key.name.name=value`` one name of a group inside.
+    ``section.key.name=value`` sets one name of a group of keys or of options and leaves the others;
+    ``section.key.name.name=value`` does so in a group inside.
     """
     changed = {section: dict(settings) for section, settings in sections.items()}
     for assignment in assignments:
@@ -156,7 +155,7 @@ def _with(before: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def _check_has_names(section: str, key: str, name: str) -> None:
-    """Refuse ``name``, such as ``training.lr.x``, whose key holds one value."""
+    """Refuse ``name``, such as ``training.lr.x``, if its key holds one value."""
     settings = _settings_of(section)
     if settings.group(key) is None and get_origin(settings.model_fields[key].annotation) is not dict:
         raise ConfigError(f"got {name}; {section}.{key} is one value: write {section}.{key}=...")
@@ -165,9 +164,9 @@ def _check_has_names(section: str, key: str, name: str) -> None:
 def read_recipe(name_or_path: str) -> Sections:
     """Return the sections of a recipe by name, or of a YAML file by path; keys are not checked yet.
 
-    ``my:X``, where ``my.py`` is a file beside the recipe, becomes a name that every process finds.
+    ``my:X`` becomes a name that every process finds if ``my.py`` is a file beside the recipe.
 
-    ``ConfigError`` if there is no such recipe, or it does not hold sections of keys.
+    Raises ``ConfigError`` if there is no such recipe, or it does not hold sections of keys.
     """
     known = recipe_files()
     path = known[name_or_path] if path_of(name_or_path, *known) is None else Path(name_or_path)
@@ -182,23 +181,23 @@ def read_recipe(name_or_path: str) -> Sections:
 
 
 def recipe_files() -> dict[str, Path]:
-    """The recipes that ship with the project, by name: ``{"quickstart": .../recipes/rag_r1/quickstart.yaml}``."""
+    """Return the recipes of the project, by name: ``{"quickstart": .../recipes/rag_r1/quickstart.yaml}``."""
     files = (file for pattern in ("*.yaml", "*/*.yaml") for file in RECIPES.glob(pattern) if file.name != CLAIM_FILE)
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def recipe_descriptions() -> dict[str, str]:
-    """The first line of each recipe's opening comment, by the recipe's name."""
+    """Return the first line of each recipe's opening comment, by the recipe's name."""
     texts = {name: file.read_text(encoding="utf-8") for name, file in recipe_files().items()}
     return {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
 
 
 def _with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None = None) -> Any:
-    """Return the values of a recipe with its names ``my:X`` of files in its folder as names from everywhere.
+    """Return the values of a recipe, with names ``my:X`` of files in its folder made absolute.
 
     In a recipe of the project they become ``ragr1_actors.recipes.METHOD.my:X``, in others ``FOLDER/my.py:X``.
     """
-    known = {} if known is None else known  # by identity: YAML's aliases may repeat one list, or be inside themselves
+    known = {} if known is None else known  # by identity: YAML's aliases may repeat one list, or contain themselves
     if id(value) in known:
         return known[id(value)]
     if isinstance(value, dict):
@@ -218,7 +217,7 @@ def _with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None 
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Refuse settings that are each possible, but not together or not for what they mean."""
+    """Refuse settings that are possible alone, but not together or not with this meaning."""
     prompt = config.environment.prompt
     if "{question}" not in prompt:
         raise ConfigError(
@@ -232,7 +231,7 @@ def _check_settings(config: RunConfig) -> None:
 
 
 def _check_offload(config: RunConfig) -> None:
-    """Refuse what would be offloaded to no effect."""
+    """Refuse offloading that has no effect."""
     learners = config.learners
     needed = {"optimizer": (1, 2, 3), "params": (3,)}
     for name, stages in needed.items():
@@ -258,7 +257,7 @@ def _check_offload(config: RunConfig) -> None:
 
 
 def _check_gpus(config: RunConfig) -> None:
-    """Refuse numbers of GPUs that Ray, or an engine over several, cannot have."""
+    """Refuse numbers of GPUs that Ray, or an engine over several GPUs, cannot have."""
     runners, retrieval = config.env_runners, config.retrieval
     asked = {
         "env_runners.num_gpus_per_env_runner": runners.num_gpus_per_env_runner,
@@ -281,7 +280,7 @@ def _check_gpus(config: RunConfig) -> None:
 
 
 def _check_autoscaling(config: RunConfig) -> None:
-    """Refuse a fleet that cannot follow its load: it has no actors, or starts outside its bounds."""
+    """Refuse a fleet that cannot follow its load, because it has no actors or starts outside its bounds."""
     runners, retrieval = config.env_runners, config.retrieval
     fleets = [
         ("env_runners.autoscaling", "env_runners.num_env_runners", runners.autoscaling),
@@ -301,7 +300,7 @@ def _check_autoscaling(config: RunConfig) -> None:
 
 
 def read_yaml_file(path: Path, instead: str) -> Any:
-    """Return what a YAML file in UTF-8 holds; ``ConfigError``, with ``instead`` as advice, if it cannot be read."""
+    """Return the content of a YAML file in UTF-8; ``ConfigError``, with the advice ``instead``, if it is unreadable."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -314,10 +313,10 @@ def read_yaml_file(path: Path, instead: str) -> Any:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is given twice, of which YAML's loaders take the last."""
+    """Refuses a key that is given twice; YAML's loaders would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping; ``YAMLError`` names a key that it has already."""
+        """Return the mapping; the ``YAMLError`` names a key that occurs twice."""
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
@@ -337,14 +336,14 @@ def parse_yaml(text: str, source: str) -> Any:
             loader.dispose()
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise ConfigError(f"{source}: not valid YAML: {one_line(error)}; quote what is text") from error
 
 
 def check_value(name: str, value: Any) -> None:
-    """Refuse what a key cannot hold: a date, a set, bytes, keys that are no text, NaN, bottomless nesting, secrets."""
+    """Refuse values that no key can hold: a date, a set, bytes, keys that are not text, NaN, deep nesting, secrets."""
     level: list[tuple[str, Any]] = [(name, value)]
-    for _ in range(MAX_DEPTH):  # level by level: deep nesting must not exhaust the stack
+    for _ in range(MAX_DEPTH):  # level by level, so that deep nesting does not exhaust the stack
         below: dict[int, tuple[str, Any]] = {}  # by identity: YAML's aliases may repeat one list a billion times
         for where, item in level:
             _check_kind(where, item)
@@ -380,11 +379,11 @@ def _check_kind(where: str, item: Any) -> None:
 
 
 def load_object(name: str, known: Mapping[str, T | str]) -> T:
-    """Return ``known[name]``, or import ``name`` where it has the form ``module:attribute``.
+    """Return ``known[name]``, or import ``name`` if it has the form ``module:attribute``.
 
-    Entries of ``known`` may have that form, too: what they need is imported only where they are used. The current
-    folder is importable, so that ``my_env:MyEnv`` finds ``./my_env.py``. A module may be the path of its file:
-    ``methods/my_env.py:MyEnv``, whose folder is importable then.
+    Entries of ``known`` may have that form, too, so that they are imported at their first use. The current folder is
+    importable, so that ``my_env:MyEnv`` finds ``./my_env.py``. A module may be the path of its file,
+    ``methods/my_env.py:MyEnv``; its folder then is importable.
 
     Raises:
         ConfigError: the name is neither, the module or attribute does not exist, or the module cannot be imported.
@@ -411,7 +410,7 @@ def load_object(name: str, known: Mapping[str, T | str]) -> T:
 def _module_file(written: str) -> Path:
     """Return the file of a module by its path from the folder that the driver started in.
 
-    An actor may be in another folder, and has the driver's in its ``sys.path``.
+    An actor may run in another folder, but has the driver's in its ``sys.path``.
     """
     files = (Path(folder, written) for folder in (os.getcwd(), *sys.path))
     return next((file for file in files if file.is_file()), Path(written)).resolve()
@@ -433,9 +432,9 @@ def _import(name: str, module_name: str, is_known: bool) -> ModuleType:
 
 
 def place_of(written: Any) -> str:
-    """Return where a class, a function or an object's class is written: ``/home/ana/my_env.py, line 12``.
+    """Return the place of a class, a function or an object's class: ``/home/ana/my_env.py, line 12``.
 
-    Empty if that is no file, or one of this project's packages.
+    It is empty if there is no file, or a file of this project.
     """
     try:
         file, line = inspect.getsourcefile(_written(written)), inspect.getsourcelines(_written(written))[1]
@@ -455,10 +454,10 @@ def _written(part: Any) -> Any:
 
 
 def raised_at(error: BaseException, called: Any = None) -> str:
-    """Return where and what was raised: ``/home/ana/my_env.py, line 14: KeyError: 'gold'``.
+    """Return place and text of an error: ``/home/ana/my_env.py, line 14: KeyError: 'gold'``.
 
-    The line is the last one of the user's own code: what it calls may have raised. If none of it ran, as with a wrong
-    number of arguments, it is where ``called`` is written; an error that this project raised has said so itself.
+    The line is the last one of the user's code, even if a function that it calls raised. If none of it ran, as with a
+    wrong number of arguments, it is the line of ``called``; the errors of this project already name it.
     """
     text = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 500)
     frames = traceback.extract_tb(error.__traceback__)
@@ -473,7 +472,7 @@ def raised_at(error: BaseException, called: Any = None) -> str:
 
 @contextmanager
 def blamed(key: str, called: Callable[..., Any]) -> Iterator[None]:
-    """Turn what a user's class or function raises into a ``ConfigError`` on ``key``, with the file and the line."""
+    """Turn an error of a user's class or function into a ``ConfigError`` for ``key``, with the file and the line."""
     try:
         yield
     except RagR1Error:
@@ -485,7 +484,7 @@ def blamed(key: str, called: Callable[..., Any]) -> Iterator[None]:
 def make_part(key: str, name: str, known: Mapping[str, type[T] | str], options: Mapping[str, Any]) -> T:
     """Make the class that a recipe names under ``key``, with the options under ``key_options``.
 
-    They are read by its ``options_class``; None hands them to the constructor as they are.
+    Its ``options_class`` reads them; without one, the constructor gets them unchanged.
 
     Raises:
         ConfigError: there is no such class, it cannot be made, or its options do not fit.
@@ -498,7 +497,7 @@ def make_part(key: str, name: str, known: Mapping[str, type[T] | str], options: 
 
 
 def part_options(part: Any, options: Mapping[str, Any], key: str, options_key: str) -> Section | None:
-    """Return the options as the ``options_class`` of a part reads them; None if it has none. Raises ``ConfigError``."""
+    """Return the options as the ``options_class`` of a part reads them; None without one. Raises ``ConfigError``."""
     reader = part.options_class
     if reader is None:
         return None

@@ -1,13 +1,13 @@
-"""The one wire format: trajectory groups as an Arrow record batch, in the object store and on disk.
+"""Wire format: trajectory groups as an Arrow record batch, in the object store and on disk.
 
 One row per trajectory; siblings are next to each other and share ``group``. The rows of a conversation that was
 rewritten are one behind the other in the token columns, with ``row_lengths``. The token columns are lists over flat
 buffers, so a reader gets numpy views into shared memory, not copies::
 
     group  trajectory_id          token_ids (list<int32>)   kinds (list<uint8>)  ...  reward
-    0      world/train/17#0.0     [1 40 41 2 7 ...]         [0 0 0 0 1 ...]           1.0
-    0      world/train/17#0.1     [1 40 41 2 9 ...]         [0 0 0 0 1 ...]           0.0
-    1      world/train/4#0.0      [1 52 ...]                [0 0 ...]                 1.0
+    0      world/train/17#0/0     [1 40 41 2 7 ...]         [0 0 0 0 1 ...]           1.0
+    0      world/train/17#0/1     [1 40 41 2 9 ...]         [0 0 0 0 1 ...]           0.0
+    1      world/train/4#0/0      [1 52 ...]                [0 0 ...]                 1.0
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ragr1_actors.core.errors import DataError, one_line, valid_unicode
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
 TRAJECTORIES = "trajectories"
-"""The folder of a run with its trajectories, and the searches that they recorded."""
+"""Name of the folder of a run with its trajectories, and the searches that they recorded."""
 _STRINGS = pa.list_(pa.string())
 TASK_TYPE = pa.struct(
     {
@@ -68,7 +68,7 @@ TURN_TYPE = pa.struct(
     }
 )
 FORMAT = "3"
-"""Of ``TRAJECTORY_SCHEMA``, in the metadata of its files; another number is another set of columns."""
+"""Number of ``TRAJECTORY_SCHEMA`` in the metadata of its files; it changes with the columns."""
 _OLDER_FORMATS = ("1", "2")
 _SINCE_3: dict[str, Any] = {
     "variant": "",
@@ -77,7 +77,7 @@ _SINCE_3: dict[str, Any] = {
     "row_lengths": [],
     "behaviour_logprobs": None,
 }
-"""Columns that older formats have not, behind ``metrics``, with what is true of their trajectories."""
+"""Columns that older formats lack, after ``metrics``, with the values for their trajectories."""
 _FORMAT_KEY = b"ragr1_actors.format"
 TRAJECTORY_SCHEMA = pa.schema(
     {
@@ -98,7 +98,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         "parent": pa.string(),
         "num_copied_tokens": pa.int32(),
         "row_lengths": pa.list_(pa.int32()),
-        "behaviour_logprobs": pa.large_list(pa.float32()),  # null where they are the engine's
+        "behaviour_logprobs": pa.large_list(pa.float32()),  # null: the engine's log-probs
     },
     metadata={_FORMAT_KEY: FORMAT},
 )
@@ -109,18 +109,18 @@ LEARNED_SCHEMA = pa.schema(
         "ratios": pa.large_list(pa.float32()),
     }
 )
-"""What a learner computed per MODEL token of the trajectories of an update: the advantage, and the policy ratio in the
-last pass over the token. Files of trained trajectories have both columns, null for what was not learned from."""
+"""Values that a learner computed per MODEL token of an update: the advantage, and the policy ratio in the last pass
+over the token. Files of trained trajectories have both columns, null for trajectories that were not trained on."""
 WRITTEN_BYTES = 4 << 20
-"""Of a record batch in a file, before compression: a reader of one trajectory decompresses its batch."""
+"""Bytes of a record batch in a file, before compression: a reader of one trajectory decompresses its batch."""
 _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
-# pydantic converts between dataclasses and dicts faster than Python does, and makes lists tuples again
+# pydantic converts between dataclasses and dicts faster than Python does, and turns lists back into tuples
 _TASK = TypeAdapter(Task)
 _TURNS = TypeAdapter(tuple[Turn, ...])
 
 
 def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
-    """Lay groups out as one record batch of ``TRAJECTORY_SCHEMA``, a row a trajectory."""
+    """Return groups as one record batch of ``TRAJECTORY_SCHEMA``, one row per trajectory."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     columns = {name: [getattr(t, name) for t in trajectories] for name in TRAJECTORY_SCHEMA.names if name != "group"}
     columns["group"] = [index for index, group in enumerate(groups) for _ in group.trajectories]
@@ -138,7 +138,7 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
 
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return a column; halves of surrogate pairs, which no file can hold, become U+FFFD."""
+    """Return a column; halves of surrogate pairs, which a file cannot hold, become U+FFFD."""
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
@@ -206,7 +206,7 @@ def _turns_of(fields: list[dict[str, Any]]) -> tuple[Turn, ...]:
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values), ensure_ascii=False, default=str)  # a file's field may be a date
+    return json.dumps(dict(values), ensure_ascii=False, default=str)  # a field of a file may be a date
 
 
 class _LazyTrajectory(Trajectory):
@@ -239,20 +239,20 @@ class _LazyTrajectory(Trajectory):
 
     @property
     def _is_decoded(self) -> bool:
-        return "turns" in vars(self)  # by a look at them, or as a copy by ``dataclasses.replace``, which has no batch
+        return "turns" in vars(self)  # decoded, or copied by ``dataclasses.replace``, which has no batch
 
     def _of_turns(self, name: str) -> tuple[Any, ...]:
         return tuple(self._batch.column("turns")[self._row].values.field(name).to_pylist())
 
 
 def add_learned(batches: Sequence[pa.RecordBatch], learned: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """Return batches of ``TRAJECTORY_SCHEMA`` with the columns of ``learned``, which is of ``LEARNED_SCHEMA``."""
+    """Return batches of ``TRAJECTORY_SCHEMA`` with the columns of ``learned``, in ``LEARNED_SCHEMA``."""
     ids, *columns = learned.columns
     added = [LEARNED_SCHEMA.field(index) for index in range(1, len(LEARNED_SCHEMA))]
     schema = pa.schema([*TRAJECTORY_SCHEMA, *added], TRAJECTORY_SCHEMA.metadata)
     found = []
     for batch in batches:
-        rows = pc.index_in(batch.column("trajectory_id"), ids)  # null where it was not learned from
+        rows = pc.index_in(batch.column("trajectory_id"), ids)  # null if it was not trained on
         found.append(pa.RecordBatch.from_arrays([*batch.columns, *(c.take(rows) for c in columns)], schema=schema))
     return found
 
@@ -279,7 +279,7 @@ def write_trajectories(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
 
 
 def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Make one batch of several; the groups of each are numbered behind those of the batch before."""
+    """Merge batches into one; the groups of each get numbers after those of the batch before."""
     numbers, start = [], 0
     for batch in batches:
         groups = batch.column("group").to_numpy() + start
@@ -298,7 +298,7 @@ def check_format(path: Path, schema: pa.Schema) -> None:
 
 
 def current_format(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch of any format, or some columns of one, in the format of today."""
+    """Return a batch of any format, or some columns of one, in the present format."""
     if (batch.schema.metadata or {}).get(_FORMAT_KEY) == FORMAT.encode():
         return batch
     for name, mend in (("task", _task_before_3), ("turns", _turns_before_3)):
@@ -306,7 +306,7 @@ def current_format(batch: pa.RecordBatch) -> pa.RecordBatch:
             field = TRAJECTORY_SCHEMA.field(name)
             column = pa.array([mend(value) for value in batch.column(name).to_pylist()], field.type)
             batch = batch.set_column(batch.schema.get_field_index(name), field, column)
-    if "metrics" in batch.schema.names:  # all of it
+    if "metrics" in batch.schema.names:  # all columns
         for place, (name, value) in enumerate(_SINCE_3.items(), start=batch.schema.get_field_index("metrics") + 1):
             field = TRAJECTORY_SCHEMA.field(name)
             batch = batch.add_column(place, field, pa.array([value] * batch.num_rows, field.type))
@@ -330,7 +330,7 @@ def _turns_before_3(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call_before_3(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the call of a search; format 1 kept of its passages the ids only."""
+    """Return the call of a search; format 1 kept only the ids of its passages."""
     ids, scores = found["passage_ids"], found["scores"]
     titles, texts = (found.get(name) or [""] * len(ids) for name in ("titles", "texts"))
     return {
@@ -352,7 +352,7 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
     """Read every group of a file that ``write_trajectories`` wrote.
 
     Raises:
-        DataError: the file has another format, or is damaged so that Arrow finds it.
+        DataError: the file has another format, or Arrow finds it damaged.
     """
     try:
         with pa.memory_map(str(path)) as source:
@@ -368,7 +368,7 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
         return [group for batch in batches for group in groups_from_record_batch(batch)]
     except DataError:
         raise
-    # what a flipped bit causes: nulls and other columns, and a length below 0 is Python's SystemError
+    # a flipped bit causes nulls or other columns; a length below 0 raises SystemError
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, SystemError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
@@ -381,7 +381,7 @@ def _flat_list(arrays: list[NDArray[Any]], value_type: pa.DataType) -> pa.LargeL
 
 
 def _views(column: pa.LargeListArray) -> list[NDArray[Any]]:
-    # flatten() honours a slice's bounds, where .values would return the parent's buffer
+    # flatten() honours a slice's bounds, but .values returns the parent's buffer
     values = column.flatten().to_numpy(zero_copy_only=True)
     offsets = column.offsets.to_numpy(zero_copy_only=True) - column.offsets[0].as_py()
     return [values[start:end] for start, end in pairwise(offsets)]

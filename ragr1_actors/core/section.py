@@ -1,4 +1,4 @@
-"""Section: the base of every group of keys and of every part's options; and the type of label selectors."""
+"""Section: base of all groups of keys and of all parts' options; and the type of label selectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABEL_VALUE = re.compile(rf"!?(?:{_LABEL}|in\({_LABEL}(?:, ?{_LABEL})*\))", re.
 
 
 def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
-    """Refuse what Ray's ``label_selector`` does not take."""
+    """Refuse labels that Ray's ``label_selector`` does not accept."""
     for key, value in label_selector.items():
         if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
             raise ValueError(f"{key}: {value} is no label and value such as role: runner, '!runner' or 'in(a, b)'")
@@ -28,14 +28,14 @@ LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
 class Section(BaseModel):
-    """A group of keys: frozen, without unknown keys, and without NaN or infinity."""
+    """Group of keys: frozen, without unknown keys, and without NaN or infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML reads ``on`` and ``yes`` as true, and Python takes that for 1."""
+        """Refuse a truth value for a number: YAML reads ``on`` and ``yes`` as true, which Python takes for 1."""
         kinds = {annotation := cls.model_fields[str(info.field_name)].annotation, *get_args(annotation)}
         if isinstance(value, bool) and bool not in kinds and kinds & {int, float}:
             raise ValueError("expected a number")
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
     @classmethod
     def check_keys(cls, options: Mapping[str, Any], key: str) -> None:
-        """Refuse a name in ``options`` that is no key, with a ``ConfigError`` that has the most similar known one."""
+        """Refuse a name in ``options`` that is no key, with a ``ConfigError`` that names the most similar key."""
         known = list(cls.model_fields)
         for name, value in options.items():
             if name not in known:
@@ -52,7 +52,7 @@ class Section(BaseModel):
             if not isinstance(value, Mapping) or (group := cls.section_in(name)) is None:
                 continue
             groups = {f"{key}.{name}": value}
-            if cls._is_mapping(name):  # of groups by name, such as environment.models
+            if cls._is_mapping(name):  # such as environment.models, groups by name
                 groups = {f"{key}.{name}.{inner}": keys for inner, keys in value.items()}
             for inner, keys in groups.items():
                 if isinstance(keys, Mapping):
@@ -60,7 +60,7 @@ class Section(BaseModel):
 
     @classmethod
     def group(cls, name: str) -> type[Section] | None:
-        """Return the class of a key that is a group of keys itself, such as ``training.guard``; None for others."""
+        """Return the class of a key that is a group of keys, such as ``training.guard``; None for other keys."""
         return None if cls._is_mapping(name) else cls.section_in(name)
 
     @classmethod
@@ -78,7 +78,7 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, options: Mapping[str, Any], key: str) -> Self:
-        """Check a mapping under ``key``, such as ``retrieval.options``; ``ConfigError`` on a wrong name or value."""
+        """Check a mapping under ``key``, such as ``retrieval.options``; ``ConfigError`` for a wrong name or value."""
         cls.check_keys(options, key)
 
         def refuse(name: str, got: Any, problem: str) -> ConfigError:

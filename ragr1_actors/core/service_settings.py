@@ -12,17 +12,17 @@ from ragr1_actors.core.section import Section
 
 
 class McpServer(Section):
-    """A server of tools that speaks the Model Context Protocol."""
+    """Server of tools that speaks the Model Context Protocol."""
 
     url: str = ""
     """Address of the server, such as ``http://10.0.0.2:9000/mcp``; empty with ``command``."""
     command: list[str] = []
     """Command with which each env runner starts the server, to speak over standard input and output: ``[python,
-    server.py]``; empty with ``url``. It has the environment variables and the working directory of the env runner."""
+    server.py]``; empty with ``url``. It gets the environment variables and the working directory of the env runner."""
     key_env: str = ""
-    """Name of the environment variable with the bearer token for ``url``; empty sends none."""
+    """Name of the environment variable with the bearer token for ``url``; empty: no token is sent."""
     only: list[str] = []
-    """Names of the tools that the policy gets; empty: all that the server lists."""
+    """Names of the tools that the policy gets; empty: all tools that the server lists."""
     per_trajectory: bool = False
     """Whether each trajectory has a separate session, and with ``command`` a separate process: for a server that keeps
     state. By default the trajectories of an env runner share one session."""
@@ -38,12 +38,12 @@ class McpServer(Section):
 
     @property
     def address(self) -> str:
-        """The URL or the command, for messages."""
+        """URL or command, for messages."""
         return self.url or shlex.join(self.command)
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...] | None:
-        """The tools that the server listed before the run, those of ``only``; None before it was asked."""
+        """Tools of ``only``, or all, that the server listed before the run; None before it was asked."""
         return self._tools
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> Self:
@@ -54,23 +54,23 @@ class McpServer(Section):
 
 
 class AgentSettings(Section):
-    """An agent that asks the policy at the gateway, and how it is run: one of ``function``, ``command`` and ``ray``."""
+    """Agent that asks the policy at the gateway, started by one of ``function``, ``command`` and ``ray``."""
 
     function: str = ""
-    """A function ``my_agent:solve`` of ``(task, session)``, plain (in a thread) or async, which returns the answer."""
+    """Function ``my_agent:solve`` of ``(task, session)``, plain (in a thread) or async, which returns the answer."""
     command: list[str] = []
-    """A program and its arguments, with ``{question}`` and ``{task_id}``; the last line that it prints is the answer:
+    """Program and its arguments, with ``{question}`` and ``{task_id}``; the last line that it prints is the answer:
     ``[python, agent.py, "{question}"]``."""
     ray: str = ""
-    """A plain function as in ``function``, called as a Ray task on the env runner's node."""
+    """Plain function like ``function``, called as a Ray task on the env runner's node."""
     num_cpus: float = Field(1, ge=0)
     """CPUs that Ray reserves for each call of ``ray``."""
     deadline_s: float = Field(600, gt=0)
-    """Seconds that the agent has for one attempt; then it is ended."""
+    """Seconds for one attempt of the agent, after which it is ended."""
     host: str = Field("127.0.0.1", min_length=1)
     """Address of the env runner's node on which the gateway listens; only this node can reach the default."""
 
 
 def named_function(value: Any) -> Any:
-    """Return the keys of ``environment.agent``, which may be the name of a function; None for an empty text."""
+    """Return the keys of ``environment.agent``; the value may be the name of a function. None for an empty text."""
     return {"function": value} if isinstance(value, str) and value else value or None

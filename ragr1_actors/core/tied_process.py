@@ -1,4 +1,4 @@
-"""Runs a command so that it ends with the process that started it, and all that it started ends with it.
+"""Runs a command that ends, with all its children, when the process that started it ends.
 
 ::
 
@@ -6,7 +6,7 @@
         standard input and output of the command are the env runner's pipes
 
 Linux gives orphans of the command to the second process (``PR_SET_CHILD_SUBREAPER``), so that none escapes. This
-process sees the end of its standard input when the env runner ends, also where that is killed. The module imports the
+process sees the end of its standard input when the env runner ends, even if it is killed. The module imports the
 standard library only, so that the processes start at once and take little memory.
 """
 
@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _GRACE_S = 1.0
-"""For a command whose standard input has ended: it may end by itself."""
+"""Seconds for a command whose standard input has ended to end by itself."""
 _POLL_MS = 1000
-"""Between two checks of the parent, in case another process holds standard input open."""
+"""Milliseconds between two checks of the parent, in case another process holds standard input open."""
 _KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -37,7 +37,7 @@ _NO_INPUT = "no input"
 def tied(command: Sequence[str], *, has_input: bool = True) -> list[str]:
     """Return the command that runs ``command`` tied to the process that starts it, with a pipe as standard input.
 
-    ``command`` has this pipe as standard input, too, or else an empty one.
+    ``command`` gets this pipe as standard input if ``has_input``, else an empty one.
     """
     return [sys.executable, "-I", "-S", __file__, "input" if has_input else _NO_INPUT, *command]
 
@@ -47,7 +47,7 @@ def main() -> int:
 
     Returns the command's exit status, as a shell gives it.
 
-    A child that calls ``setsid`` does it: Ray kills the children of an actor that ends, and others kill their groups.
+    A child that calls ``setsid`` runs it: Ray kills the children of an actor that ends, others kill their groups.
     """
     parent = os.getpid()
     if child := os.fork():
@@ -62,7 +62,7 @@ def main() -> int:
         sys.exit(f"{arguments[0]}: {error.strerror}")
     ends = select.poll()
     ends.register(os.pidfd_open(command.pid), select.POLLIN)
-    ends.register(sys.stdin.fileno(), 0)  # only its end
+    ends.register(sys.stdin.fileno(), 0)  # only its end is an event
     try:
         while not ends.poll(_POLL_MS) and os.getppid() == parent:
             pass
@@ -87,7 +87,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> set[int]:
-    """Return the processes that this one started, and those that they started."""
+    """Return the processes that this one started, and their descendants."""
     parents: dict[int, int] = {}
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended

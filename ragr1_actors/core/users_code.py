@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def carried(function: Callable[..., T]) -> Callable[..., T]:
-    """Return the function for a thread: what no future carries, or would end the process, is a ``RuntimeError``."""
+    """Return the function for a thread: errors that no future carries, or that end it, become ``RuntimeError``."""
 
     def call(*arguments: Any, **named: Any) -> T:
         try:
@@ -33,14 +33,14 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **named: Any
 
 
 def in_daemon_thread(function: Callable[..., T], /, *arguments: Any) -> asyncio.Future[T]:
-    """Call a plain function as ``carried``, in a new thread, for which the end of the process does not wait."""
+    """Call a plain function as ``carried``, in a new thread; the process does not wait for it at its end."""
     result: Future[T] = Future()
 
     def call() -> None:
         result.set_running_or_notify_cancel()
         try:
             result.set_result(carried(function)(*arguments))
-        except BaseException as error:  # as an executor's thread does; the awaiter decides
+        except BaseException as error:  # like an executor's thread; the awaiter decides
             result.set_exception(error)
 
     Thread(target=call, name="users-code", daemon=True).start()
@@ -48,9 +48,9 @@ def in_daemon_thread(function: Callable[..., T], /, *arguments: Any) -> asyncio.
 
 
 async def contained(awaited: Awaitable[T]) -> T:
-    """Await users' code; what is no ``Exception``, such as ``sys.exit`` or a cancellation that is its own, becomes one.
+    """Await users' code; ``sys.exit``, a cancellation by the code and the like become an ``Exception``.
 
-    Ctrl-C does not.
+    Ctrl-C stays a ``KeyboardInterrupt``.
     """
     try:
         return await awaited

@@ -1,4 +1,4 @@
-"""Which way new weights take from the learners to the env runners, decided from a run's configuration."""
+"""Choice of the transport of new weights from the learners to the env runners, from a run's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 
 PART_BYTES = 64 * 2**20
-"""Of a transfer that is not one whole: a runner holds this much beside its engine, not another copy of the policy."""
+"""Bytes of a part of a transfer: a runner holds this much beside its engine, not another copy of the policy."""
 TIMEOUT_S = 60.0  # for one step of a transfer; a runner that needs longer hangs
 RECEIVING_ENGINES = ("transformers", "vllm")  # learner ranks can send to them directly, also adapters, which they merge
 BASE_KEY = "lora_base"
@@ -19,12 +19,12 @@ BASE_KEY = "lora_base"
 
 
 class AdapterBase(BaseModel):
-    """What adapters are merged into: ``AdapterBase(folder="/runs/mine/policy_sft", scaling=2.0)``."""
+    """Base of adapters, into which they are merged: ``AdapterBase(folder="/runs/mine/policy_sft", scaling=2.0)``."""
 
     folder: str
-    """The policy at the start of the stage: a Hugging Face folder or hub name."""
+    """Policy at the start of the stage: a Hugging Face folder or hub name."""
     reference: str = ""
-    """See ``Folder.reference``."""
+    """Reference of the folder; see ``Folder.reference``."""
     scaling: float  # a weight W is used as W + scaling * B A
 
 
@@ -37,7 +37,7 @@ W = TypeVar("W", bound=_Sized)
 
 
 def in_parts(weights: Iterable[tuple[str, W]], max_bytes: int) -> Iterator[dict[str, W]]:
-    """Yield weights in parts of up to ``max_bytes``; one that is larger is a part by itself."""
+    """Yield weights in parts of up to ``max_bytes``; a larger weight is a part by itself."""
     part: dict[str, W] = {}
     for name, weight in weights:
         if part and sum(value.nbytes for value in part.values()) + weight.nbytes > max_bytes:
@@ -48,10 +48,10 @@ def in_parts(weights: Iterable[tuple[str, W]], max_bytes: int) -> Iterator[dict[
 
 
 def choose_transport(config: SamplerConfig) -> Literal["object_store", "broadcast", "ipc"]:
-    """Return the transport that the configuration names; without learners that is ``object_store``.
+    """Return the transport that the configuration names, or ``object_store`` without learners.
 
-    ``auto`` is ``ipc`` where an env runner and a learner rank share each GPU, ``broadcast`` where both have whole GPUs,
-    else ``object_store``.
+    ``auto`` is ``ipc`` if an env runner and a learner rank share each GPU, ``broadcast`` if both have whole GPUs, else
+    ``object_store``.
     """
     if not isinstance(config, RunConfig):
         return "object_store"
@@ -85,7 +85,7 @@ def check_transport(config: RunConfig) -> None:
 
 
 def _against_ipc(config: RunConfig) -> str:
-    """Return why env runner i and learner rank i cannot share a device: the first reason, or an empty string."""
+    """Return the first reason why env runner i and learner rank i cannot share a device, or an empty string."""
     runners, learners = config.env_runners, config.learners
     gpus = (runners.num_gpus_per_env_runner, learners.num_gpus_per_learner)
     actors = f"num_env_runners={runners.num_env_runners} and learners.num_learners={learners.num_learners}"

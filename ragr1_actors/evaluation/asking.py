@@ -30,7 +30,7 @@ NOT_SHOWN = Watch(lambda text: None, lambda turn: None)
 
 
 def trained(path: str | Path) -> tuple[SamplerConfig, Path, Callable[[], Retriever]]:
-    """Return how the policy at a path acts in this process, its folder, and what opens its retriever; see ``Asker``."""
+    """Return the configuration of the policy at a path, its folder, and a function that opens its retriever."""
     store, policy_dir = find_checkpoint(path)
     run = open_run_directory(store)
     retrieval = {"num_retrievers": 0, "index": str(index_of(run, store))}
@@ -42,7 +42,7 @@ def trained(path: str | Path) -> tuple[SamplerConfig, Path, Callable[[], Retriev
 
 
 class Asker:
-    """A policy and its retriever, loaded once for all questions; use it as a context manager."""
+    """Policy and its retriever, loaded once for all questions; use it as a context manager."""
 
     def __init__(self, path: str | Path) -> None:
         """Load a checkpoint, or a run's newest one, and the run's index.
@@ -55,7 +55,7 @@ class Asker:
         opens_pages = issubclass(retriever_class(config.retrieval.type), PageRetriever)
         self._retriever = (_LoadingPages if opens_pages else _LoadingRetriever)(open_its_retriever)
         self._runner = EnvRunner.load(config, policy_dir, self._retriever)
-        self._retriever.start()  # not before: two threads that import the same packages take longer than one
+        self._retriever.start()  # not earlier: two threads that import the same packages take longer than one
         self._loop = asyncio.new_event_loop()
         self._num_asked = 0
 
@@ -64,11 +64,11 @@ class Asker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Free the policy. What an interrupt left under way is cancelled."""
+        """Free the policy. Work that an interrupt left is cancelled."""
         self._runner.close(self._loop)
 
     def ask(self, question: str, watch: Watch = NOT_SHOWN) -> Trajectory:
-        """Answer ``question`` greedily; ``watch`` sees text and searches as they come.
+        """Answer ``question`` greedily; ``watch`` gets text and searches as they come.
 
         Raises:
             UserError: the retriever cannot be loaded.
@@ -81,7 +81,7 @@ class Asker:
 
 
 class _LoadingRetriever:
-    """A retriever that a thread loads; a search waits for it."""
+    """Retriever that a thread loads; a search waits for it."""
 
     def __init__(self, load: Callable[[], Retriever]) -> None:
         self._load = load
@@ -97,13 +97,13 @@ class _LoadingRetriever:
         return await retriever.search(queries, k)
 
     def check(self) -> None:
-        """Raise what the thread raised, if it has ended; a trajectory holds only its text."""
+        """Raise the error of the thread, if it has ended with one; a trajectory holds only its text."""
         if self._loaded.done():
             self._loaded.result()
 
 
 class _LoadingPages(_LoadingRetriever):
-    """A retriever that opens pages, too."""
+    """Retriever that also opens pages."""
 
     async def open_pages(self, titles: list[str]) -> list[Page]:
         retriever = await asyncio.wrap_future(self._loaded)
@@ -118,7 +118,7 @@ def ask(path: str | Path, question: str) -> Trajectory:
 
 
 def answer_as_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return what ``ragr1 ask --json`` prints of one question."""
+    """Return the output of ``ragr1 ask --json`` for one question."""
     return {
         "question": trajectory.task.question,
         "turns": [_turn_as_json(turn) for turn in trajectory.turns],

@@ -62,33 +62,33 @@ _IN_RESULT = ("em", "f1", "rounds", "queries", "tokens")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What ``ragr1 evaluate`` found."""
+    """Result of ``ragr1 evaluate``."""
 
     policy: str
     method: str
-    """``search``, or the baseline."""
+    """Method: ``search``, or the baseline."""
     decoding: str
-    """``greedy``, or temperature, top_p and seed."""
+    """Decoding: ``greedy``, or temperature, top_p and seed."""
     result: EvalResult
     scores: tuple[TaskScore, ...]
     latency: tuple[Latency, ...]
-    """One question at a time, then all at load; empty unless it was asked for."""
+    """Latency of one question at a time, then of all at load; empty unless it was asked for."""
     num_trained_on: int | None
-    """Questions of these tasks that are in the training file of run or recipe; None if this is not known."""
+    """Number of these questions that are in the training file of run or recipe; None if this is not known."""
 
 
 @dataclass(frozen=True)
 class EvalTasks:
-    """Which tasks to answer."""
+    """Selection of the tasks to answer."""
 
     tasks: NamedTasks | None = None
-    """Files or names of published sets; None is what the run held out."""
+    """Files or names of published sets; None takes the tasks that the run held out."""
     data: Path | None = None
-    """Folder of the published sets; None is the hub."""
+    """Folder of the published sets; None takes the hub."""
     num_tasks: int | None = None
-    """The first ones only; None is all."""
+    """Number of the first tasks that are used; None uses all."""
     num_alone: int = 0
-    """How many of the first tasks are answered one at a time besides, for their latency."""
+    """Number of the first tasks that are also answered one at a time, for their latency."""
     against: Path | None = None
     """Scores of another policy, which must have one of these tasks."""
 
@@ -122,10 +122,10 @@ def evaluate_policy(
 
     The answers are greedy, unless ``request.overrides`` set ``env_runners.temperature``.
 
-    ``out`` is the only file that is written: the score of every task, as it is answered; with ``which.num_alone``, also
-    ``<out>.alone`` before the ending. If a file is there already, the evaluation goes on with the tasks that it lacks,
-    and the result is over all. ``show`` is called with what loads, then ``on_task`` with the number of tasks done and
-    the number of all tasks.
+    Only ``out`` is written, with the score of every task as it is answered, and with ``which.num_alone`` a second file
+    with ``.alone`` before its ending. If a file exists, the evaluation continues with the tasks that it lacks, and the
+    result covers all. ``show`` is called with what loads, then ``on_task`` with the numbers of finished tasks and of
+    all tasks.
 
     Raises:
         UserError: there is no such run, folder or endpoint, or a file cannot be used.
@@ -172,7 +172,7 @@ def evaluate_policy(
 
 
 class _Pass:
-    """Tasks that are answered with one number of trajectories at the same time, and their scores so far."""
+    """Tasks that are answered with one number of trajectories at the same time, with their scores so far."""
 
     def __init__(
         self, subject: EvaluatedPolicy, source: str, tasks: Sequence[Task], concurrency: int, out: Path | None
@@ -198,12 +198,12 @@ class _Pass:
 
     @property
     def left(self) -> list[Task]:
-        """The tasks without a score."""
+        """Tasks without a score."""
         done = {one.task_id for one in self.scores}
         return [task for task in self.tasks if task.task_id not in done]
 
     def answer(self, sampler: RolloutFleets, on_task: Callable[[], None]) -> None:
-        """Answer what is left; ``FleetError`` if every task failed."""
+        """Answer the remaining tasks; raises ``FleetError`` if every task failed."""
 
         def on_group(group: FinishedGroup) -> None:
             if not group.summary.num_failed:
@@ -214,7 +214,7 @@ class _Pass:
                     append_score(self._out, self.scores[-1])
                 on_task()
 
-        sampler.env_runners.on_finished = on_group  # and not when all that were asked for at once have finished
+        sampler.env_runners.on_finished = on_group  # not only when all groups have finished
         left = self.left
         if self.concurrency > 1:
             self.num_failed = sampler.sample_tasks(left, 1, self._temperature, lambda group: None) if left else 0
@@ -222,14 +222,14 @@ class _Pass:
         for number, task in enumerate(left, start=1):
             try:
                 sampler.sample_tasks([task], 1, self._temperature, lambda group: None)
-            except FleetError:  # this task; it is raised below if there is no other
+            except FleetError:  # of this task; it is raised below if there is no other
                 self.num_failed += 1
                 if number == len(left) and not self.scores:
                     raise
 
 
 def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
-    """Check what is sampled with; ``UserError`` if it cannot be used, or does not fit the tasks."""
+    """Check the policy and its configuration; ``UserError`` if they cannot be used or do not fit the tasks."""
     config = subject.config
     check_gpus(config)
     check_sampler(config, has_index=subject.store is not None, has_policy=not subject.folder)  # an endpoint has its own
@@ -258,7 +258,7 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets
 
 
 async def _probe_endpoint(config: SamplerConfig) -> None:
-    """Ask the endpoint as the environment will, with its tools; ``ConfigError`` if it does not answer."""
+    """Ask the endpoint like the environment, with its tools; ``ConfigError`` if it does not answer."""
     tokenizer, settings = EndpointTokenizer(), config.environment
     engine, chat = EndpointEngine("", tokenizer, EngineArguments.of(config, 0)), chat_format_of(config, tokenizer)
     if isinstance(chat, EndpointFormat) and chat.is_native:
@@ -291,10 +291,10 @@ def _from_means(mean: Mapping[str, float], num_tasks: int, num_failed: int, own:
 
 
 def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
-    """Return how many of the questions are in the training file; None if this is not known, or the file is broken.
+    """Return how many of the questions are in the training file; None if it is unknown or broken.
 
-    A run trained on the questions of its training file that are not in its ``environment.eval_tasks``, or, without such
-    a file, that it did not hold out.
+    A run trained on the questions of its training file except those of ``environment.eval_tasks``, or, without such a
+    file, those that it held out.
     """
     environment = subject.run.environment
     if not subject.folder:
@@ -315,7 +315,7 @@ def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | No
 
 
 def _are_here(sources: TaskSources) -> bool:
-    """Return whether the task files of a run are on this machine, too."""
+    """Return whether the task files of a run are also on this machine."""
     try:
         for files in sources.files:
             files.check_files()
@@ -327,7 +327,7 @@ def _are_here(sources: TaskSources) -> bool:
 def evaluation_tasks(
     run: RunConfig, tasks: NamedTasks | None, num_tasks: int | None, data: Path | None = None
 ) -> tuple[Task, ...]:
-    """Return the first ``num_tasks`` tasks of files, published sets or what the run held out; None is all of them.
+    """Return the first ``num_tasks`` tasks of files, published sets or the held-out tasks of the run; None: all.
 
     Raises:
         DataError: the file cannot be used, or more tasks are asked for than the run held out.
@@ -336,7 +336,7 @@ def evaluation_tasks(
     count = num_tasks or num_held_out
     if tasks is not None:
         loaded = load_sets(tasks, data)
-        logger.warning("%s", loaded.report)  # not only what is left out: how the files were read, too
+        logger.warning("%s", loaded.report)  # it also says how the files were read
         return loaded.tasks[:num_tasks]
     is_split = not TaskSources.open(environment.tasks, environment).tasks("eval", 0) and not environment.eval_tasks
     if count > num_held_out and is_split:
@@ -351,7 +351,7 @@ def evaluation_tasks(
 def eval_result(summaries: Sequence[GroupSummary], num_failed: int, measures: Iterable[str] = ()) -> EvalResult:
     """Average the groups without a failed trajectory; ``num_failed`` tasks have none.
 
-    ``measures`` names those of the environment, ``TextEnv.measures``.
+    ``measures`` names the measures of the environment, ``TextEnv.measures``.
     """
     answered = [summary for summary in summaries if not summary.num_failed]
     mean = mean_over([summary.means for summary in answered])

@@ -1,4 +1,4 @@
-"""What ``ragr1 evaluate`` evaluates, and how: a policy, the settings that it acts with, and the method.
+"""Subject of ``ragr1 evaluate``: a policy, the settings with which it acts, and the method.
 
 ::
 
@@ -37,10 +37,10 @@ BASELINES: dict[Baseline, dict[str, Any]] = {
     "rag": {"options": {"mode": "rag"}, "prompt": RAG_PROMPT, "max_turns": 1},
     "single-query": {"options": {"max_queries_per_turn": 1, "query_format": "single"}},
 }
-"""What each changes in the section ``environment``; its options beside those that they do not name."""
+"""Changes of each baseline in the section ``environment``; options that they do not name stay."""
 NO_RETRIEVER = "envs.baselines:NoRetriever"
 ENDPOINT_CONCURRENCY = 8
-"""Requests at the same time, unless ``--concurrency`` says otherwise: most endpoints limit their rate."""
+"""Number of requests at the same time, unless ``--concurrency`` sets it: most endpoints limit their rate."""
 _OF_TRAINING = {"sft", "training", "learners", "checkpointing"}
 _NOT_IN_DIGEST = {"options", "tasks", "eval_tasks", "reward"}
 _SHAPES_ANSWERS = {
@@ -52,7 +52,7 @@ _SHAPES_ANSWERS = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An OpenAI-compatible chat endpoint; see ``EndpointSettings`` for the fields."""
+    """OpenAI-compatible chat endpoint; see ``EndpointSettings`` for the fields."""
 
     url: str
     model: str
@@ -62,45 +62,45 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What a person asked to evaluate."""
+    """Request of a person for an evaluation."""
 
     source: str = ""
-    """A run, a checkpoint, or with ``recipe`` a model folder or hub name; may be empty with ``endpoint``."""
+    """Run, checkpoint, or with ``recipe`` a model folder or hub name; may be empty with ``endpoint``."""
     recipe: str = ""
-    """Name or path; empty takes the run's settings, or with ``endpoint`` alone the defaults."""
+    """Name or path of a recipe; empty takes the run's settings, or with ``endpoint`` alone the defaults."""
     overrides: tuple[str, ...] = ()
-    """``section.key=value`` for run or recipe."""
+    """Assignments ``section.key=value`` for run or recipe."""
     index: Path | None = None
-    """None is the run's or the recipe's own; another one brings its encoder, unless ``overrides`` name one."""
+    """Index; None takes that of run or recipe. Another one brings its encoder, unless ``overrides`` name one."""
     prompt: Path | None = None
-    """A text file that replaces ``environment.prompt``."""
+    """Text file that replaces ``environment.prompt``."""
     baseline: Baseline | None = None
     endpoint: Endpoint | None = None
     concurrency: int | None = None
-    """Trajectories at the same time; None is ``env_runners.max_concurrent_trajectories``, or 8 with an endpoint."""
+    """Trajectories at the same time; None: ``env_runners.max_concurrent_trajectories``, or 8 with an endpoint."""
 
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A policy that is ready to be loaded."""
+    """Policy that is ready to be loaded."""
 
     name: str
-    """For people and for files of scores."""
+    """Name for people and for files of scores."""
     folder: str
     """Hugging Face folder or hub name; empty for an endpoint."""
     config: SamplerConfig
-    """How it acts, in this process."""
+    """Configuration with which it acts, in this process."""
     run: RunConfig
-    """The settings of the run or recipe; they name its held-out tasks and its training tasks."""
+    """Settings of the run or recipe; they name its held-out tasks and its training tasks."""
     store: RunStore | None
-    """Where the run is; None without a run."""
+    """Store of the run; None without a run."""
     method: str
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
 
     @property
     def decoding(self) -> str:
-        """How tokens are chosen: ``greedy``, or ``temperature 0.7, top_p 1, seed 0``."""
+        """Decoding: ``greedy``, or ``temperature 0.7, top_p 1, seed 0``."""
         if not self.temperature:
             return "greedy"
         config = self.config
@@ -108,30 +108,30 @@ class EvaluatedPolicy:
 
     @property
     def index(self) -> str:
-        """The index, or the type of a retriever that needs none."""
+        """Index, or the type of a retriever without an index."""
         retrieval = self.config.retrieval
         return retrieval.index if needs_index(retrieval.type) else retrieval.type
 
     def digest(self) -> str:
-        """Return 16 hexadecimal characters over the settings that shape an answer."""
+        """Return 16 hexadecimal characters over the settings that affect answers."""
         sections = self.config.model_dump(mode="json")
         options = search_options(self.config.environment).model_dump(mode="json")
         mode = options.pop("mode")
         environment = sections["environment"] | options
-        if mode != "search":  # as in the last release, in whose files of scores digests are
+        if mode != "search":  # the last release wrote digests without the mode search
             environment["env"] = mode
         shaping: dict[str, Any] = {
             name: {key: sections[name][key] for key in keys} for name, keys in _SHAPES_ANSWERS.items()
         }
         shaping["environment"] = {key: value for key, value in environment.items() if key not in _NOT_IN_DIGEST}
-        if (chat_format := sections["policy"]["chat_format"]) != "auto":  # which has the digest of the last release
+        if (chat_format := sections["policy"]["chat_format"]) != "auto":  # whose digest is as in the last release
             shaping["policy"]["chat_format"] = chat_format
         shaping["options"] = sections["env_runners"]["engine_options"]
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def open_policy(request: EvalRequest) -> EvaluatedPolicy:
-    """Return what ``request`` names; nothing heavy is loaded and no endpoint is asked.
+    """Return the policy that ``request`` names; nothing heavy is loaded and no endpoint is asked.
 
     Raises:
         UserError: there is no such run, folder, recipe or prompt, two parts of the request do not fit, or an override
@@ -154,7 +154,7 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
     elif searches_index:
         retrieval["index"] = str(request.index or index_of(run, store))
         if request.index is not None and "retrieval.encoder" not in _named(request):
-            retrieval["encoder"] = ""  # the index's own: that of run or recipe may be of another one
+            retrieval["encoder"] = ""  # the index's encoder: the settings may name another
     changes["policy"] = {"model": folder} if folder and store is None else {}
     endpoint = request.endpoint
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
@@ -196,7 +196,7 @@ def _find(request: EvalRequest) -> tuple[RunStore | None, str]:
 def _exists(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # the path is too long, for example
+    except OSError:  # for example the path is too long
         return False
 
 
@@ -207,7 +207,7 @@ def _sections(request: EvalRequest, store: RunStore | None) -> Sections:
 
 
 def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return what the request changes in the settings, by section."""
+    """Return the request's changes of the settings, by section."""
     environment: dict[str, Any] = dict(BASELINES[request.baseline]) if request.baseline else {}
     if "options" in environment:
         environment["options"] = run.environment.options | environment["options"]
@@ -226,7 +226,7 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
         own = "env_runners.engine_options" in named
         runners["engine"] = "endpoint"
         runners["engine_options"] = {
-            **(run.env_runners.engine_options if own else {}),  # a recipe's are those of its engine
+            **(run.env_runners.engine_options if own else {}),  # the options of a recipe are for its engine
             "url": endpoint.url,
             "model": endpoint.model,
             "key_env": endpoint.key_env,
@@ -246,8 +246,8 @@ def _check_overrides(
 ) -> None:
     """Refuse an override that would have no effect.
 
-    Two may be there: the environment's give way to ``--baseline`` and ``--prompt``, so that both sides of a comparison
-    take the same ones, and ``engine_options`` are merged with the endpoint's.
+    Two kinds are allowed: ``--baseline`` and ``--prompt`` replace overrides of the environment, so that both sides of a
+    comparison take the same ones, and ``engine_options`` are merged with the endpoint's.
     """
     named = _named(request)
     for name in named - {"env_runners.engine_options"}:
@@ -283,7 +283,7 @@ def _read_prompt(path: Path) -> str:
 
 
 def index_of(run: RunConfig, store: RunStore | None) -> Path:
-    """Return the index of a run: the one that it named, if this machine has it, else the one that is kept with it."""
+    """Return the index of a run: the one that it named, if this machine has it, else the one in its store."""
     named = run.retrieval.index
     assert store is not None, "index_of() without a run"
     if not named or (not Path(named).is_dir() and store.bring(INDEX).is_dir()):

@@ -1,6 +1,6 @@
-"""Rewards of trajectories that a run has kept, computed again: what would another reward have said?
+"""Rewards of the trajectories that a run has kept, computed again with another reward.
 
-Nothing is sampled. The policy's answers are those of the reward with which it was trained.
+Nothing is sampled: the answers are from a policy trained with the run's reward.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.chat_client import open_models
 
 MAX_AT_ONCE = 256
-"""Rewards that are waited for at once; ``environment.models`` have limits on top."""
+"""Number of rewards awaited at once; ``environment.models`` have limits in addition."""
 _ITERATION = re.compile(r"(eval_)?iteration_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """One file of trajectories under both rewards."""
+    """File of trajectories under both rewards."""
 
     file: str
     num_trajectories: int
-    """That did not fail."""
+    """Number of trajectories that did not fail."""
     before: float
     after: float
-    """Means."""
+    """Means of the rewards."""
     changed: float
-    """Share of the trajectories whose reward is another one."""
+    """Share of the trajectories whose reward differs."""
     correlation: float | None
-    """Pearson's, of both rewards over the trajectories; None where one of them is constant."""
+    """Pearson correlation of both rewards over the trajectories; None if one of them is constant."""
 
 
 def rescore(
@@ -51,12 +51,11 @@ def rescore(
 ) -> list[Rescored]:
     """Compute ``config.environment.reward`` for every trajectory in a run's folder that did not fail.
 
-    With ``out`` the trajectories are written there with the new rewards, as ``out/trajectories/*.arrow``: all of them,
-    or none where it fails. The new reward takes the place of the whole old one, an environment's own rewards included.
+    With ``out`` the trajectories are written there with the new rewards, as ``out/trajectories/*.arrow``: all, or none
+    if it fails. The new reward replaces the whole old one, including the environment's rewards.
 
     Raises:
-        UserError: there are no trajectories, a file is damaged, ``out`` is in the way of others, or the reward cannot
-            be used.
+        UserError: there are no trajectories, a file is damaged, ``out`` has other files, or the reward cannot be used.
         DataError: the reward fails for a trajectory; the message has its id.
         ServiceError: a service that the reward needs did not answer; the message has the trajectory's id.
     """
@@ -94,7 +93,7 @@ def _check_out(out: Path, folder: Path) -> None:
 
 
 def _context(name: str, config: RunConfig) -> RewardContext:
-    """Return what a reward knew, or would have known, when the file was written."""
+    """Return the context of the reward at the time when the file was written."""
     split: Split = "eval" if name.startswith("eval_") else "demonstration" if name == "demonstrations" else "train"
     iteration, num_iterations = _ITERATION.fullmatch(name), config.training.num_iterations
     done = int(iteration[2]) - (split == "train") if iteration else num_iterations if name == "eval_rl" else 0

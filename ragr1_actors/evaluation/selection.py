@@ -1,9 +1,9 @@
-"""``ragr1 select``: the tasks that a policy can learn from, by how often it answers them.
+"""``ragr1 select``: selects the tasks that a policy can learn from, by their pass rates.
 
-After RAG-R1 (arXiv:2507.02962): the questions that Qwen2.5-72B-Instruct got wrong once were sampled up to ten times
-more, at temperature 1.2 and with up to ten searches. Kept were those with a correct answer among these, and a random
-quarter of the questions that it had got right. Deviation: whether a question is hard is decided by its pass rate over
-all samples, not by one attempt, which is a coin toss for a question that is answered half of the time.
+RAG-R1 (arXiv:2507.02962) sampled the questions that Qwen2.5-72B-Instruct got wrong once up to ten times more, at
+temperature 1.2 and with up to ten searches. It kept those with a correct answer among these, and a random quarter of
+the questions that the model had got right. Deviation: whether a question is hard is decided by its pass rate over all
+samples, not by one attempt, which is a coin toss for a question that is answered half of the time.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ _TAKEN_AS = {
 
 @dataclass(frozen=True)
 class SelectionArguments:
-    """How tasks are sampled and which are kept; RAG-R1's numbers where it has one."""
+    """Settings of the sampling and of the choice of tasks; RAG-R1's numbers if it has one."""
 
     num_samples: int = 10
-    """Trajectories per task."""
+    """Number of trajectories per task."""
     temperature: float = 1.2
     max_turns: int = 11
-    """Ten searches, and the answer."""
+    """Number of turns: ten searches, and the answer."""
     max_pass_rate: float = 0.5
-    """A task is hard if at most this share of its samples is correct. Not RAG-R1's; see above."""
+    """Largest share of correct samples of a hard task. Not RAG-R1's; see above."""
     easy_share: float = 0.25
-    """The share of the easier tasks that is kept."""
+    """Share of the easier tasks that is kept."""
 
 
 @dataclass(frozen=True)
 class SelectionCounts:
-    """What became of the tasks of a file; each is one of never, hard, easy, always and failed."""
+    """Numbers of a file's tasks by class: never, hard, easy, always and failed."""
 
     tasks: int
     never: int
-    """No sample was correct; dropped."""
+    """Tasks without a correct sample; dropped."""
     hard: int
-    """Some samples were correct, at most the share ``max_pass_rate``; kept."""
+    """Tasks with correct samples, at most the share ``max_pass_rate``; kept."""
     easy: int
-    """More were correct, but not all; a share of these and of ``always`` is kept."""
+    """Tasks with more correct samples, but not all; a share of these and of ``always`` is kept."""
     always: int
     failed: int
-    """The machinery failed on them, retries included; dropped."""
+    """Tasks on which the machinery failed, retries included; dropped."""
     kept_easy: int
-    """Kept of ``easy`` and ``always``."""
+    """Tasks kept of ``easy`` and ``always``."""
     kept: int
 
 
@@ -101,9 +101,9 @@ def select(
 
         {"id": "17", "question": "...", "golden_answers": ["Delhi"], "pass_rate": 0.3, "num_samples": 10}
 
-    ``source`` is a recipe, whose ``policy.model`` samples; or a run or checkpoint, whose policy does. ``overrides`` are
-    ``section.key=value`` for it. ``out`` does not exist yet. ``index`` is None for the recipe's or the run's own.
-    ``on_task`` is called with the number of tasks done and the number of all tasks; ``show`` with what loads before.
+    ``source`` is a recipe, whose ``policy.model`` samples, or a run or checkpoint, whose policy samples. ``overrides``
+    are ``section.key=value`` for it. ``out`` must not exist. ``index`` is None for the index of the recipe or run.
+    ``on_task`` is called with the numbers of finished tasks and of all tasks; ``show`` with what loads before.
 
     Raises:
         UserError: a file, recipe or run cannot be used; or no task would be kept.
@@ -130,7 +130,7 @@ def select(
             f"none of the {counts.tasks:,} tasks of {shown(tasks)} would be kept ({counts.never:,} never answered, "
             f"{counts.always:,} always); take another policy, more --num-samples or a larger --easy-share"
         )
-    # the reader of the new file puts that file's stem before its ids; those of several files need theirs, too
+    # the reader of the new file puts that file's stem before its ids; ids of several files also need theirs
     before = f"{files[0].source}/" if len(files) == 1 else ""
     records = [_record(task, successes[task.task_id], settings.num_samples, before) for task in kept]
     text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -152,7 +152,7 @@ def _check_arguments(out: Path, settings: SelectionArguments) -> None:
 def _selection_config(
     source: str, settings: SelectionArguments, overrides: Sequence[str], index: Path | None
 ) -> SamplerConfig:
-    """Return how a recipe, run or checkpoint samples, with its policy and index; ``UserError`` on an unknown one."""
+    """Return the configuration with which a recipe, run or checkpoint samples; ``UserError`` if it is unknown."""
     for name in (assignment.partition("=")[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
@@ -169,7 +169,7 @@ def _selection_config(
     config = with_newest_policy(resolve(override(sections, overrides)))
     retrieval = {"index": str(index or config.retrieval.index or own_index)}
     if index and not any(assignment.startswith("retrieval.encoder=") for assignment in overrides):
-        retrieval["encoder"] = ""  # the index's own
+        retrieval["encoder"] = ""  # the encoder of the index
     return sampler_config(config, environment={"max_turns": settings.max_turns}, retrieval=retrieval)
 
 
@@ -195,8 +195,8 @@ def choose(
 ) -> tuple[list[Task], SelectionCounts]:
     """Return the tasks to keep, in their order, and the number of tasks per class.
 
-    ``successes`` has the correct answers among ``settings.num_samples``, by task id; a task without an entry has
-    failed. ``seed`` is that of the draw among the easier tasks.
+    ``successes`` has the numbers of correct answers among ``settings.num_samples``, by task id; a task without an entry
+    has failed. ``seed`` seeds the draw among the easier tasks.
     """
     classes: dict[str, list[Task]] = {name: [] for name in ("never", "hard", "easy", "always", "failed")}
     for task in tasks:

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Wanted(BaseModel):
-    """What a request says of sampling."""
+    """Sampling options of a request."""
 
     model_config = ConfigDict(strict=True)
 
@@ -70,10 +70,10 @@ class _Wanted(BaseModel):
 
 
 class ServedPolicy(EnvRunner):
-    """A loaded policy that answers requests for chat completions; ``Chat`` of the gateway."""
+    """Loaded policy that answers requests for chat completions; ``Chat`` of the gateway."""
 
     death = ""
-    """Why the engine answers no further request; empty while it does."""
+    """Reason why the engine answers no further request; empty while it does."""
     _num_requests = 0
 
     async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
@@ -105,7 +105,7 @@ class ServedPolicy(EnvRunner):
                 raise ApiError(503, f"{error.__class__.__name__}: {error}") from None
             except ApiError:
                 raise
-            except Exception as error:  # users' environments and tools may raise anything; other requests go on
+            except Exception as error:  # users' environments and tools may raise anything; other requests continue
                 problem = raised_at(error, self._env_class)
                 logger.warning("a request failed: %s", problem)
                 raise ApiError(500, problem) from None
@@ -132,11 +132,11 @@ class ServedPolicy(EnvRunner):
             return await session.complete(request, on_text)
         except ApiError:
             if session.failed.done():
-                await session.failed  # says why
+                await session.failed  # raises the reason
             raise
 
     async def _solve(self, request: ChatRequest, task: Task, record: NewRecorder) -> Reply:
-        """Let the run's own environment answer."""
+        """Let the run's environment answer."""
         recorder = record()
         env = self._env_class(self._config.environment, replace(self._context, seed=recorder.seed))
         chat = _Conversation(env, request) if reads_calls(self._config.environment) else None
@@ -170,7 +170,7 @@ def _reply(ended: Trajectory, request: ChatRequest, last: str) -> Reply:
 
 
 class _Conversation(TextEnv):
-    """An environment whose prompt is the conversation of a request."""
+    """Environment whose prompt is the conversation of a request."""
 
     def __init__(self, env: TextEnv, request: ChatRequest) -> None:
         self._env, self._request = env, request
@@ -207,7 +207,7 @@ class PolicyServer(HttpServer):
         token: str = "",
         allowed_hosts: Collection[str] = (),
     ) -> None:
-        """Serve a policy; arguments and errors are those of ``RetrievalServer``."""
+        """Serve a policy; see ``RetrievalServer`` for arguments and errors."""
         check_token(host, token)
         self.policy, self._token = policy, token
         routes = [web.post("/v1/chat/completions", self._handle), web.get("/v1/models", self._handle)]
@@ -231,7 +231,7 @@ class PolicyServer(HttpServer):
 
 
 def load_policy(path: str | Path) -> ServedPolicy:
-    """Load what ``Asker`` loads, and raise what it raises."""
+    """Load the policy, like ``Asker`` and with its errors."""
     config, policy_dir, open_its_retriever = trained(path)
     return ServedPolicy.load(config, policy_dir, open_its_retriever())
 

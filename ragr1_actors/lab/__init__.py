@@ -1,1 +1,1 @@
-"""What is done with the system as a whole: the claims of its recipes are put to the test."""
+"""Experiments with the whole system: claims of the recipes, chaos, and simulation."""

@@ -1,4 +1,4 @@
-"""Chaos: a run whose processes are killed and stopped and whose files are damaged, and what it made of it.
+"""Chaos: a run whose processes are killed and stopped and whose files are damaged, and counts of its reactions.
 
 ::
 
@@ -39,41 +39,41 @@ ACTORS = {
     "encoder": "EncoderActor",
     "learner": "LearnerWorker",
 }
-"""The class of each kind; Ray names a worker process after it."""
+"""Class of each kind of actor; Ray names a worker process after it."""
 ANSWER_TIMEOUT_S = 300.0
-"""A run answers between two searches or updates, also while it recovers from the kill before."""
+"""Longest wait in seconds for a run's answer, which comes between two searches or updates, also during a recovery."""
 LOG = "chaos.log"
-"""Beside the run directory: what the drivers printed."""
+"""File beside the run directory with the output of the drivers."""
 RUNNER_SHARE = 2 / 3
-"""Of the hangs, those of env runners, which come while weights are about to move: then everybody waits for them."""
+"""Share of the hangs that hit env runners; they come before a weight sync, when all others wait for them."""
 RL_SHARE = 0.75
 """Share of the kills and of the other hangs that come in RL, where all kinds of actors work."""
 LOOK_INTERVAL_S = 0.2
 _SHORT_INTERVAL_S = 0.02
-"""Between two looks for a moment that lasts as long as one update."""
+"""Seconds between two looks for a moment that lasts as long as one update."""
 _BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.{,500} is back after (\d+) s")
 _QUESTION = "Where was Ana Bell born?"
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What happens to a process, or to a file: ``Hit("retriever", "kill", "rl", 7)``."""
+    """Fault in a process or in a file: ``Hit("retriever", "kill", "rl", 7)``."""
 
     kind: str
-    """Of the process; empty for a file."""
+    """Kind of the process; empty for a file."""
     deed: Literal["kill", "hang", "flip"]
     stage: str
     iteration: int
-    """It happens once this iteration of the stage, or step of SFT, is logged; 0 is at once."""
+    """Iteration of the stage, or step of SFT, after whose log line it happens; 0 is at once."""
 
     def __str__(self) -> str:
-        """``"rl 7: kill retriever"``."""
+        """Return ``"rl 7: kill retriever"``."""
         return f"{self.stage} {self.iteration}: {self.deed} {self.kind}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class HitCounts:
-    """How many of each there are."""
+    """Numbers of faults of each sort."""
 
     kills: int
     hangs: int = 0
@@ -81,10 +81,10 @@ class HitCounts:
 
 
 def schedule(counts: HitCounts, kinds: Sequence[str], lengths: Mapping[str, int], seed: int) -> list[Hit]:
-    """Return kills of every kind as many, up to one, hangs and flips, spread over the stages of the given lengths.
+    """Return kills, in equal numbers per kind up to one, hangs and flips, spread over the stages of the given lengths.
 
-    ``lengths`` are ``{"sft": steps, "rl": iterations}``. RL gets ``RL_SHARE`` of the kills and of the hangs, if there
-    is SFT, and all hangs of env runners and all flips: before, no weights move, and there may be no checkpoint.
+    ``lengths`` are ``{"sft": steps, "rl": iterations}``. RL gets ``RL_SHARE`` of the kills and hangs, if there is SFT,
+    and all hangs of env runners and all flips: before RL no weights move, and there may be no checkpoint.
     """
     rng = random.Random(f"chaos {seed}")
     runner, others = next(iter(ACTORS)), [kind for kind in kinds if kind not in (DRIVER, next(iter(ACTORS)))]
@@ -109,34 +109,34 @@ def _in_turn(kinds: Sequence[str], count: int, rng: random.Random) -> list[str]:
 
 @dataclass
 class Tally:
-    """What the run had to stand, and what it noticed."""
+    """Counts of the faults in a run, and of those that it noticed."""
 
     kills: int = 0
     hangs: int = 0
     hangs_noticed: int = 0
     flips: int = 0
     silent: int = 0
-    """Damaged files that were used without a word."""
+    """Damaged files that were used without a message."""
     unnamed: int = 0
-    """Damaged files that were refused by a message that does not name them."""
+    """Damaged files that were refused with a message that does not name them."""
     noticed_s: list[float] = field(default_factory=list)
-    """From the stop of a process to its end by the run."""
+    """Seconds from the stop of a process until the run ended it."""
     back_s: dict[str, list[float]] = field(default_factory=dict)
-    """By kind: until it works again."""
+    """Seconds until a process works again, by kind."""
 
     @property
     def num_hits(self) -> int:
-        """All of them."""
+        """Number of all faults."""
         return self.kills + self.hangs + self.flips
 
 
 def _position(stage: str, iteration: int) -> tuple[int, int]:
-    """Order the lines of the metrics; the evaluation before RL ends the SFT."""
+    """Return a key that orders the lines of the metrics; the evaluation before RL ends the SFT."""
     return {"eval_start": 0, "sft": 0, "eval_sft": 1, "rl": 1, "eval_rl": 2}[stage], iteration
 
 
 class Victim:
-    """A run in a process of the operating system, which is started again with ``--auto-resume`` after it was killed."""
+    """Run in a process of the operating system, which is started again with ``--auto-resume`` after it was killed."""
 
     def __init__(self, recipe: str, overrides: Sequence[str], run_dir: Path, hang_timeout_s: float) -> None:
         """Start the run, which should notice a hang after ``hang_timeout_s``; its output is appended to ``LOG``."""
@@ -148,7 +148,7 @@ class Victim:
         self.start()
 
     def start(self) -> None:
-        """Start the run, or go on with it."""
+        """Start or continue the run."""
         import psutil
 
         with self.log.open("ab") as output:
@@ -156,11 +156,11 @@ class Victim:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the driver's process is gone."""
+        """Whether the driver's process has ended."""
         return self.driver.poll() is not None
 
     def find(self, kind: str) -> list[psutil.Process]:
-        """Return the processes of a kind that are there, without those that this command has stopped."""
+        """Return the running processes of a kind, without those that this command has stopped."""
         if kind == DRIVER:
             return [] if self.has_ended else [self.driver]
         found = []
@@ -174,7 +174,7 @@ class Victim:
 
     @staticmethod
     def _title(process: psutil.Process) -> str:
-        """Return what Ray calls a process, such as ``ray::LearnerWorker.update``; "" if it has stopped or ended."""
+        """Return Ray's name of a process, such as ``ray::LearnerWorker.update``; "" if it has stopped or ended."""
         import psutil
 
         try:
@@ -184,16 +184,16 @@ class Victim:
             return ""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what the run has logged."""
+        """Return the lines that the run has logged."""
         try:
             return read_metrics(self.run_dir)
         except RunDirectoryError:  # it has not begun
             return []
 
     def wait_for_progress(self, before: list[dict[str, Any]]) -> bool:
-        """Return once the run has logged another row, or False once it has ended before.
+        """Return True once the run has logged another row, or False if it ends before.
 
-        A run that goes on from a checkpoint leaves out the rows after it first.
+        A run that continues from a checkpoint first drops the rows after it.
         """
         fewest = len(before)
         while True:
@@ -206,10 +206,10 @@ class Victim:
             time.sleep(LOOK_INTERVAL_S)
 
     def wait_for_update(self) -> None:
-        """Return while a learner rank learns from a batch, behind which weights move.
+        """Return while a learner rank learns from a batch, after which weights move.
 
-        Ray names a process after the method that it runs. A run whose learner is no actor, or whose updates are too
-        short to be seen, is taken after the second row from now.
+        Ray names a process after the method that it runs. If the learner is no actor, or updates are too short to be
+        seen, it returns after the second row from now.
         """
         most = len(self.rows()) + 2
         while not self.has_ended and len(self.rows()) < most:
@@ -219,7 +219,7 @@ class Victim:
                 time.sleep(_SHORT_INTERVAL_S)
 
     def wait_for(self, hit: Hit) -> None:
-        """Return once the run is where the hit is planned, or behind it, or has ended."""
+        """Return once the run is at the planned place of the fault, or after it, or has ended."""
         planned = _position(hit.stage, hit.iteration)
         while not self.has_ended:
             if any(_position(row["stage"], row["iteration"]) >= planned for row in self.rows()[-1:]):
@@ -227,7 +227,7 @@ class Victim:
             time.sleep(LOOK_INTERVAL_S)
 
     def choose(self, kind: str, rng: random.Random) -> psutil.Process | None:
-        """Return a process of the kind, once there is one; None if the run has ended before."""
+        """Return a process of the kind, once there is one; None if the run ends before."""
         while not (found := self.find(kind)):
             if self.has_ended:
                 return None
@@ -235,22 +235,22 @@ class Victim:
         return rng.choice(found)
 
     def stop(self) -> None:
-        """Have the run write a checkpoint and end."""
+        """Let the run write a checkpoint and end."""
         self.driver.terminate()
         self.driver.wait()
 
     def ask(self) -> str:
-        """Return what ``ragr1 ask`` says about the run as it is on the disk."""
+        """Return the output of ``ragr1 ask`` for the run as it is on the disk."""
         command = [sys.executable, "-m", "ragr1_actors", "ask", str(self.run_dir), _QUESTION]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         return done.stdout.decode(errors="replace")
 
     def said(self, since: int = 0) -> str:
-        """Return what the drivers have printed, from a byte of the log on."""
+        """Return the output of the drivers, from a byte of the log on."""
         return self.log.read_bytes()[since:].decode(errors="replace")
 
     def recoveries(self) -> Iterator[tuple[str, float]]:
-        """Yield kind and seconds of every return that the run has printed."""
+        """Yield kind and seconds of every recovery that the run has printed."""
         for line in self.said().splitlines():
             if found := _BACK.search(line):
                 yield found[1], float(found[2])
@@ -258,7 +258,7 @@ class Victim:
 
 @contextmanager
 def ended(victim: Victim) -> Iterator[None]:
-    """End the run with the block."""
+    """End the run when the block ends."""
     try:
         yield
     finally:
@@ -268,7 +268,7 @@ def ended(victim: Victim) -> Iterator[None]:
 
 
 def _kill(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Kill a process and wait for progress; return what to print of it, None if the run has ended before."""
+    """Kill a process and wait for progress; return a line to print, or None if the run ended before."""
     process, before, hit_at = victim.choose(hit.kind, rng), victim.rows(), time.monotonic()
     if process is None:
         return None
@@ -283,7 +283,7 @@ def _kill(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | N
 
 
 def _hang(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Stop a process until the run ends it, and wait for progress; as ``_kill``."""
+    """Stop a process until the run ends it, and wait for progress; returns as ``_kill``."""
     if hit.kind == next(iter(ACTORS)):
         victim.wait_for_update()
     process, before, hit_at = victim.choose(hit.kind, rng), victim.rows(), time.monotonic()
@@ -306,7 +306,7 @@ def _hang(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | N
 
 
 def _flip(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
-    """Stop the run, damage a file, and see whether ``ask`` or the run names it; go on without the damage."""
+    """Stop the run, damage a file, check whether ``ask`` or the run names it, and continue without the damage."""
     victim.stop()
     if (victim.run_dir / REPORT_JSON).is_file():
         return None
@@ -334,7 +334,7 @@ def _flip(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | N
 
 
 def _judge(damage: Damage, said: str, tally: Tally, *, goes_on: bool) -> str:
-    """Return what the run made of a damaged file, and count what it should not have made."""
+    """Return the reaction of the run to a damaged file, and count a wrong one."""
     if damage.is_named_in(said):
         return "named by the run"
     if goes_on:

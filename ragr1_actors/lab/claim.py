@@ -34,11 +34,11 @@ from ragr1_actors.runs.scores import Interval, bootstrap, score
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 SCORES = ("em", "f1", "rounds", "queries", "tokens")
-"""Numbers that each evaluated trajectory has, beside the measures of its environment."""
+"""Numbers of each evaluated trajectory, besides the measures of its environment."""
 
 
 class RunPlan(Section):
-    """One run of a claim, with each seed."""
+    """Run of a claim, made with each seed."""
 
     recipe: str
     """Name of a recipe of the project."""
@@ -46,7 +46,7 @@ class RunPlan(Section):
     """Keys of the recipe, ``training.lr: 1e-4``. ``{start}`` in a text is the directory of the run ``start``."""
 
     def overrides(self, run_dirs: Mapping[str, Path]) -> dict[str, Any]:
-        """Return ``set`` with the directories of the runs before."""
+        """Return ``set`` with the directories of the earlier runs."""
         return {key: _filled(value, run_dirs) for key, value in self.set.items()}
 
 
@@ -62,21 +62,21 @@ def _filled(value: Any, run_dirs: Mapping[str, Path]) -> Any:
 
 
 class ClaimCheck(Section):
-    """A number of the runs, and its limit."""
+    """Number of the runs, with its limit."""
 
     measure: str
     """``em``, ``f1``, ``rounds``, ``queries``, ``tokens`` or a measure of the environment: its mean over the evaluation
     tasks after the last stage, and over the seeds. With ``reaches`` a metric of iterations, such as ``rollout/em``."""
     of: str
-    """The run."""
+    """Name of the run."""
     minus: str = ""
-    """Another run: the difference is what counts, paired by seed and task."""
+    """Name of another run: the difference counts, paired by seed and task."""
     over: str = ""
-    """Another run: the ratio of the means is what counts."""
+    """Name of another run: the ratio of the means counts."""
     stage: Literal["sft", "rl"] = "rl"
-    """The evaluation after SFT, or the last one."""
+    """Evaluation: after SFT, or the last one."""
     reaches: float | None = None
-    """Counts the iterations until the metric has this value, in the mean of three in a row; never: all of them."""
+    """Value of the metric: the iterations count until the mean of three in a row has it, or all if it never does."""
     at_least: float | None = None
     at_most: float | None = None
     counts: Literal["mean", "interval"] = "mean"
@@ -93,7 +93,7 @@ class ClaimCheck(Section):
         return self
 
     def __str__(self) -> str:
-        """Return it in words: ``em of several less one ≥ -0.05``."""
+        """Return the check in words: ``em of several less one ≥ -0.05``."""
         name = self.measure if self.reaches is None else f"iterations until {self.measure} is {self.reaches:g}"
         name = name if self.stage == "rl" else f"{name} after SFT"
         name = f"{name} of {self.of}"
@@ -102,20 +102,20 @@ class ClaimCheck(Section):
 
 
 class Claim(Section):
-    """What a method claims."""
+    """Claim of a method."""
 
     claim: str
-    """In one line, for people."""
+    """Claim in one line, for people."""
     paper: str
-    """What the paper reports, and where."""
+    """Figures that the paper reports, and their place."""
     differs: str
-    """What is not as in the paper."""
+    """Differences from the paper."""
     seeds: int = Field(1, ge=1)
-    """Each run is made with the seeds from 0."""
+    """Number of seeds; each run is made with the seeds from 0."""
     hours: float = Field(gt=0)
     """Hours that all runs take with all seeds, on two CPU cores."""
     runs: dict[str, RunPlan] = Field(min_length=1)
-    """In the order in which they are made."""
+    """Runs in the order in which they are made."""
     checks: list[ClaimCheck] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -129,12 +129,12 @@ class Claim(Section):
 
 
 def claim_files() -> dict[str, Path]:
-    """The claims that the project makes, by method: ``{"rag_r1": .../recipes/rag_r1/claim.yaml}``."""
+    """Return the files of the project's claims, by method: ``{"rag_r1": .../recipes/rag_r1/claim.yaml}``."""
     return {file.parent.name: file for file in sorted(RECIPES.glob(f"*/{CLAIM_FILE}"))}
 
 
 def read_claim(method: str) -> Claim:
-    """Return what a method claims; ``ConfigError`` if there is no such method."""
+    """Return the claim of a method; raises ``ConfigError`` if there is no such method."""
     known = claim_files()
     if method not in known:
         raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
@@ -144,12 +144,12 @@ def read_claim(method: str) -> Claim:
 
 @dataclass(frozen=True)
 class EvaluatedRun:
-    """A run directory of a claim, as far as its checks need it."""
+    """Run directory of a claim, with the data for its checks."""
 
     path: Path
 
     def mean(self, measure: str, stage: str) -> float:
-        """Return the mean that the report has; ``DataError`` if there is none."""
+        """Return the mean in the report; raises ``DataError`` if there is none."""
         return _named(self._result(stage).by_name(), measure, self.path)
 
     def scores(self, measure: str, stage: str) -> dict[str, float]:
@@ -165,7 +165,7 @@ class EvaluatedRun:
         return found
 
     def iterations_until(self, metric: str, value: float) -> int:
-        """Return after how many iterations the mean of three has a value; all if it never has."""
+        """Return the number of iterations until the mean of three has a value; all if it never does."""
         rows = [row for row in read_metrics(self.path) if row["stage"] == "rl" and "time/iteration_s" in row]
         values = [_named(row, metric, self.path) for row in rows]
         reached = (end for end in range(3, len(values) + 1) if fmean(values[end - 3 : end]) >= value)
@@ -186,10 +186,10 @@ def _named(numbers: Mapping[str, Any], name: str, path: Path) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the runs say of one check."""
+    """Result of a check."""
 
     check: str
-    """In words."""
+    """Check in words."""
     value: float
     """Mean over the seeds."""
     per_seed: tuple[float, ...]

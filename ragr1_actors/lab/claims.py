@@ -1,4 +1,4 @@
-"""The runs of the claims: each is a process of ``ragr1 train``, which goes on where it was stopped."""
+"""Runs of the claims: each is a process of ``ragr1 train``, which continues where it was stopped."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SEED = "debugging.seed"
 
 @dataclass(frozen=True)
 class ClaimedRun:
-    """One run of a claim with one seed."""
+    """Run of a claim with one seed."""
 
     name: str
     run_dir: Path
     command: tuple[str, ...]
-    """The words behind ``ragr1``."""
+    """Words after ``ragr1``."""
 
     @property
     def is_done(self) -> bool:
@@ -34,12 +34,12 @@ class ClaimedRun:
 
 @dataclass(frozen=True)
 class ClaimTest:
-    """A claim, and the runs that it needs."""
+    """Claim, with the runs that it needs."""
 
     method: str
     claim: Claim
     runs: tuple[ClaimedRun, ...]
-    """In the order in which they are made."""
+    """Runs in the order in which they are made."""
 
     @classmethod
     def plan(cls, method: str, root: Path, overrides: Sequence[str]) -> ClaimTest:
@@ -50,11 +50,11 @@ class ClaimTest:
 
     @property
     def hours_left(self) -> float:
-        """What the runs that are not done take on two CPU cores, if each takes the same time."""
+        """Hours that the remaining runs take on two CPU cores, if each takes the same time."""
         return self.claim.hours * sum(not run.is_done for run in self.runs) / len(self.runs)
 
     def verdicts(self) -> list[Verdict]:
-        """Return what the runs, which are all done, say of each check."""
+        """Return the result of each check; all runs must be done."""
         by_name: dict[str, list[EvaluatedRun]] = {}
         for run in self.runs:
             by_name.setdefault(run.name, []).append(EvaluatedRun(run.run_dir))
@@ -70,10 +70,10 @@ def _planned(claim: Claim, seed: int, folder: Path, overrides: Sequence[str]) ->
 
 
 def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_errors: bool = False) -> None:
-    """Make the runs that are not done; with ``as_errors`` what they print goes to standard error.
+    """Make the runs that are not done; with ``as_errors`` their output goes to standard error.
 
     Raises:
-        RagR1Error: one of them failed; it has said why.
+        RagR1Error: a run failed and has printed why.
     """
     for run in test.runs:
         if run.is_done:
@@ -88,9 +88,9 @@ def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_error
 
 
 def _train(run: ClaimedRun, output: TextIO | None) -> int:
-    """Make a run and return its exit status; an interrupt is given on to it, and its checkpoint is waited for."""
+    """Make a run and return its exit status; an interrupt is passed on to it, and its checkpoint is awaited."""
     command = [sys.executable, "-m", "ragr1_actors", *run.command]
-    # a session for itself: Ctrl-C in a terminal would reach it twice, and the second one ends it without a checkpoint
+    # a new session: Ctrl-C in a terminal would reach the run twice, and the second would prevent a checkpoint
     with subprocess.Popen(command, stdout=output, start_new_session=True) as process:
         try:
             return process.wait()

@@ -1,4 +1,4 @@
-"""Damage to the files of a run that stands still: a byte is flipped, or a file is lost. For ``ragr1 chaos``."""
+"""Damage to the files of a stopped run, for ``ragr1 chaos``: bits of a byte are flipped, or a file is lost."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from pathlib import Path
 from ragr1_actors.core.errors import UserError
 
 SPARE = "chaos.lost"
-"""Beside the run directory: the file that is lost, until it is put back."""
+"""File beside the run directory that keeps the lost file until it is put back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file of a run that is not what was stored."""
+    """File of a run that differs from what was stored."""
 
     run_dir: Path
     path: Path
     offset: int
-    """Of the byte that was flipped."""
+    """Offset of the changed byte."""
     mask: int
-    """The bits of it that were flipped; 0: the file is lost."""
+    """Bits of the byte that are flipped; 0: the file is lost."""
 
     def __str__(self) -> str:
-        """``"byte 1,234 of checkpoints/step_8/learner.safetensors flipped"``."""
+        """Return ``"byte 1,234 of checkpoints/step_8/learner.safetensors flipped"``."""
         name = self.path.relative_to(self.run_dir)
         return f"byte {self.offset:,} of {name} flipped" if self.mask else f"{name} lost"
 
@@ -38,7 +38,7 @@ class Damage:
             shutil.move(self.path, self._spare)
 
     def undo(self) -> None:
-        """Make the file what it was, if the run has not removed its folder meanwhile."""
+        """Restore the file, unless the run has removed its folder meanwhile."""
         if not self.path.parent.is_dir():
             self._spare.unlink(missing_ok=True)
         elif self.mask:
@@ -52,7 +52,7 @@ class Damage:
         return all(_squeezed(name) in text for name in (self.path.name, self.path.parent.name))
 
     def checkpoint_to_delete(self, said: str) -> Path | None:
-        """Return the checkpoint with the damage, if a text advises to delete it and go on from the one before."""
+        """Return the checkpoint with the damage, if a text advises to delete it and continue from the one before."""
         folder = newest_checkpoint(self.run_dir)
         is_in_it = folder is not None and self.path.is_relative_to(folder)
         return (
@@ -74,10 +74,10 @@ class Damage:
 
 
 def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
-    """Choose a folder that a stopped run would go on with, a file of it, and what happens to it.
+    """Choose a folder from which a stopped run would continue, a file in it, and the damage.
 
-    The folders are the newest checkpoint, ``policy_sft`` and ``index``, each as likely, and so are all files of one.
-    What nobody goes on with is not chosen: logs, curves, reports and the cache of the viewer, which is made again.
+    The folders are the newest checkpoint, ``policy_sft`` and ``index``, with equal probability, as are the files of
+    one. Files that no run reads again are not chosen: logs, curves, reports and the cache of the viewer.
     """
     from ragr1_actors.runs.layout import INDEX, SFT_POLICY
 

@@ -1,4 +1,4 @@
-"""The methods that the project has recipes of: a folder each in ``ragr1_actors/recipes``."""
+"""Methods for which the project has recipes: one folder each in ``ragr1_actors/recipes``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _NOT_COPIED = (CLAIM_FILE, "__init__.py", "__pycache__")
 
 
 def recipe_methods() -> dict[str, str]:
-    """The method of every recipe, empty for those of none: ``{"rank_r1_7b": "rank_r1", "hotpotqa_small": ""}``."""
+    """Return the method of every recipe, or "": ``{"rank_r1_7b": "rank_r1", "hotpotqa_small": ""}``."""
     folders = {name: file.parent for name, file in recipe_files().items()}
     return {name: "" if folder == RECIPES else folder.name for name, folder in folders.items()}
 
 
 def method_recipes() -> dict[str, list[str]]:
-    """The recipes of every method by its name: ``{"rank_r1": ["rank_r1", "rank_r1_7b"]}``."""
+    """Return the recipes of every method by its name: ``{"rank_r1": ["rank_r1", "rank_r1_7b"]}``."""
     found: dict[str, list[str]] = {}
     for name, method in recipe_methods().items():
         if method:

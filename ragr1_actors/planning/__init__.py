@@ -1,1 +1,1 @@
-"""What a run takes before it starts: its plan in memory, disk and time, the pace that it computes, and the checks."""
+"""Preparation of a run: its plan in memory, disk and time, its pace, its data and the checks before it starts."""

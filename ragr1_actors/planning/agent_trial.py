@@ -1,7 +1,7 @@
 """``ragr1 check agent``: an agent solves a made-up task at the gateway. Its policy is a script; no model is loaded.
 
-The script calls each tool of a request once, with made-up arguments, and then answers. Of an agent that stops at
-``</search>`` or ``</answer>`` it searches once, and then answers, in these tags.
+The script calls each tool of a request once, with made-up arguments, and then answers. For an agent that stops at
+``</search>`` or ``</answer>`` it searches once and then answers in these tags.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
 
 DEADLINE_S = 120.0
-"""For the agent, if its own deadline is later."""
+"""Limit in seconds for the agent, if its deadline is later."""
 
 
 class _Script(ScriptedEngine):
-    """Calls each tool once, and then says the answer of the task."""
+    """Calls each tool once, and then gives the answer of the task."""
 
     def __init__(self, tokenizer: EndpointTokenizer) -> None:
         super().__init__({}, tokenizer.encode)
@@ -57,7 +57,7 @@ def try_agent(config: SamplerConfig) -> list[Check]:
     """Let the agent of a recipe solve a made-up task; a function of ``ray`` is called in this process.
 
     Raises:
-        ConfigError: there is no agent, or it cannot be run.
+        ConfigError: there is no agent, or it cannot run.
     """
     agent = config.environment.agent
     if agent is None:

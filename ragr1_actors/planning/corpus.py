@@ -1,4 +1,4 @@
-"""The passages of a run: those of a corpus file, or of the task sources."""
+"""Passages of a run, from a corpus file or from the task sources."""
 
 from __future__ import annotations
 

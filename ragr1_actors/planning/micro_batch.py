@@ -1,4 +1,4 @@
-"""The token budget of a micro-batch, where ``learners.micro_batch_tokens`` is not set: the largest row that fits."""
+"""Token budget of a micro-batch if ``learners.micro_batch_tokens`` is not set: the largest row that fits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ragr1_actors.planning.gpus import reserved_gpus
 from ragr1_actors.planning.plan import Machine, count_passages, learner_fits, this_machine
 
 SIZES = (16384, 8192, 4096, 2048, 1024)
-"""Larger rows are not faster: the matrices are large enough from about 4,096 tokens on."""
+"""Candidates in tokens. Larger rows are not faster: the matrices are large enough from about 4,096 tokens on."""
 
 
 def fit_micro_batch(config: RunConfig, run_dir: Path) -> RunConfig:
-    """Return ``choose_micro_batch`` for this machine; ``config`` itself where nothing is to choose.
+    """Return ``choose_micro_batch`` for this machine, or ``config`` itself if there is no choice.
 
-    That is also where a cluster runs it, or the sizes of a model are not known: ``check_room`` says so.
+    There is no choice on a cluster, or if the sizes of a model are unknown, which ``check_room`` reports.
     """
     machine = this_machine(run_dir)
     if config.learners.micro_batch_tokens is not None or reserved_gpus(config) > machine.num_gpus:
@@ -30,8 +30,8 @@ def fit_micro_batch(config: RunConfig, run_dir: Path) -> RunConfig:
 def choose_micro_batch(config: RunConfig, machine: Machine, num_passages: int) -> RunConfig:
     """Return the configuration with ``learners.micro_batch_tokens`` set: the largest of ``SIZES`` that fits.
 
-    A row shorter than the longest trajectory saves nothing, since that one gets a row alone. Where nothing fits, the
-    smallest is taken, and the plan says what is too small.
+    A row shorter than the longest trajectory saves nothing, since that one gets a row alone. If nothing fits, the
+    smallest is taken, and the plan reports which memory is too small.
 
     Raises:
         ConfigError: the sizes of the policy or of the encoder are not known.

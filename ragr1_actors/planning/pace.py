@@ -1,4 +1,4 @@
-"""How long the parts of a run take. ``plan.py`` computes a ``Pace``, ``simulation/recorded.py`` reads one from a run.
+"""Pace: seconds of the parts of a run. ``plan.py`` computes one; ``lab/simulation/recorded.py`` reads one from a run.
 
 ::
 
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EnginePace:
-    """An engine that decodes all its rows in step."""
+    """Engine that decodes all its rows in step."""
 
     base_s: float
-    """A decode step, however many rows there are: the weights are read."""
+    """Seconds of a decode step for any number of rows: the weights are read."""
     row_s: float
-    """What each row adds to a step: its cache is read."""
+    """Seconds that each row adds to a step: its cache is read."""
     prefill_s: float = 0.0
-    """A token of a prompt or observation, for which all rows wait; 0 if it is in the two above."""
+    """Seconds of a token of a prompt or observation, for which all rows wait; 0 if the two above contain it."""
     start_s: float = 0.0
-    """From the start of a runner until it takes requests."""
+    """Seconds from the start of a runner until it takes requests."""
 
     def step_s(self, num_rows: float) -> float:
         """Return the seconds in which each of ``num_rows`` rows samples a token."""
@@ -33,31 +33,31 @@ class EnginePace:
 
 @dataclass(frozen=True, slots=True)
 class SearchPace:
-    """A retriever that answers one batch after another."""
+    """Retriever that answers one batch after another."""
 
     batch_s: Callable[[int], float]
-    """Seconds of a batch of so many queries, in which the retriever takes no other."""
+    """Function of the number of queries that returns the seconds of a batch, in which no other is taken."""
     overhead_s: float = 0.0
-    """What the caller waits besides."""
+    """Seconds that the caller waits in addition."""
     start_s: float = 0.0
-    """From the start of a retriever until it is searched."""
+    """Seconds from the start of a retriever until it is searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerPace:
-    """The learner group, all ranks together."""
+    """Learner group with all its ranks."""
 
     trajectory_s: float
-    """Of an update, per trajectory of the batch."""
+    """Seconds of an update, per trajectory of the batch."""
     publish_s: float
-    """A weight sync, during which the engines do not generate."""
+    """Seconds of a weight sync, during which the engines do not generate."""
     other_s: float = 0.0
-    """What an iteration takes besides: files, metrics."""
+    """Seconds of an iteration for files and metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """All parts of a run."""
+    """Paces of all parts of a run."""
 
     engine: EnginePace
     search: SearchPace
@@ -69,18 +69,18 @@ class Times:
     """Seconds of one iteration, by part; estimates from peaks and bandwidths."""
 
     generation_s: float
-    """0 without GPUs, as is ``learning_s``: CPUs are not estimated."""
+    """Seconds of generation; 0 without GPUs, like ``learning_s``: CPUs are not estimated."""
     search_s: float
     batch_search_s: float
-    """One batch of concurrent queries at one replica."""
+    """Seconds of one batch of concurrent queries at one replica."""
     learning_s: float
     timeout_s: float
-    """``retrieval.requests.timeout_s``, which a batch must keep."""
+    """Value of ``retrieval.requests.timeout_s``, within which a batch must be answered."""
     index_s: float = 0.0
-    """Encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if the index
-    is there."""
+    """Seconds of encoding the passages once, before the run, on all GPUs; 0 without GPUs, without an encoder, and if
+    the index exists."""
     remedy: str = ""
-    """The nearest setting with which searches are fast enough, where they are not."""
+    """Nearest setting with which searches are fast enough, if they are not."""
 
     @property
     def is_too_slow(self) -> bool:
@@ -89,7 +89,7 @@ class Times:
 
     @property
     def problem(self) -> str:
-        """What is too slow, or nothing."""
+        """Sentence about what is too slow, or an empty text."""
         remedy = self.remedy or "take more retrievers, or more CPUs or GPUs for each"
         if self.is_too_slow:
             return (

@@ -1,4 +1,4 @@
-"""What a recipe needs of each machine, in bytes and seconds, before anything starts: ``ragr1 plan``.
+"""Plan of a recipe, for ``ragr1 plan``: its needs on each machine in bytes, and its seconds, before anything starts.
 
 ::
 
@@ -7,7 +7,7 @@
                                                             a remedy for what does not fit
 
 Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retrieval.capacity``. A need fits if it leaves
-``SPARE_SHARE`` of what there is.
+``SPARE_SHARE`` of the memory.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ _VLLM_UTILIZATION = 0.92
 _VLLM_OTHER_BYTES = 4 * GIB
 """CUDA context, CUDA graphs and the activations of a profiling run; an allowance, not a measurement."""
 _ASLEEP_BYTES = 3 * GIB
-"""What an engine that sleeps at level 2 keeps: CUDA context and graphs; an allowance, not a measurement."""
+"""Bytes of an engine that sleeps at level 2: CUDA context and graphs; an allowance, not a measurement."""
 _TRANSFER_BYTES = 2 * GIB
-"""vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
+"""Bytes of vLLM's packed weight transfer: two buckets of its default size, 1 GiB."""
 _DRIVER_BYTES = 7 * GIB // 8
-"""The quickstart's driver 0.6 GiB, Ray's processes 0.25: proportional set sizes of ``smaps``, as the next one."""
+"""Bytes of the quickstart's driver, 0.6 GiB, and of Ray's processes, 0.25: proportional set sizes of ``smaps``."""
 _ACTOR_BYTES = 3 * GIB // 8
-"""An actor process with its libraries: in the quickstart 0.42 GiB of a runner with its engine, a retriever's 0.25."""
+"""Bytes of an actor with its libraries; in the quickstart a runner with engine has 0.42 GiB, a retriever 0.25."""
 _VLLM_CPU_PROCESS_BYTES = 3 * GIB // 4
-"""vLLM's own process with its libraries, beside the runner's."""
+"""Bytes of vLLM's separate process with its libraries."""
 _VLLM_CPU_CACHE_BYTES = GIB
-"""``VLLM_CPU_KVCACHE_SPACE`` as ``vllm_engine`` sets it."""
+"""Value of ``VLLM_CPU_KVCACHE_SPACE``, as ``vllm_engine`` sets it."""
 _CUDA_HOST_BYTES = 2 * GIB
-"""What CUDA's libraries take beside it; an allowance, not a measurement."""
+"""Bytes of CUDA's libraries in the host's memory; an allowance, not a measurement."""
 _BYTES_PER_TOKEN = 24
-"""A token of a trajectory in Arrow: id, kind, log-prob, version, and its text."""
+"""Bytes of a trajectory's token in Arrow: id, kind, log-prob, version, and its text."""
 _BYTES_PER_TEXT_TOKEN = 4
 """Bytes per token of English, in the vocabularies of BERT-like encoders."""
 _STATIC_DIMENSION = 512
 TOKENS_PER_QUERY = 16
 _MAX_BATCH = 128
-"""Queries that one replica takes at once, of the many that wait."""
+"""Limit of the waiting queries that one replica takes at once."""
 START_S = 30.0
-"""Of an actor without what it loads: process, libraries, CUDA graphs; an allowance, not a measurement."""
+"""Seconds of an actor's start without loading: process, libraries, CUDA graphs; an allowance, not a measurement."""
 _LOAD_BYTES_PER_S = 1e9
-"""Of weights and vectors from a disk; an allowance, not a measurement."""
+"""Bytes of weights and vectors that a disk reads per second; an allowance, not a measurement."""
 _PUBLISH_BYTES_PER_S = 1e10
-"""Of a weight sync, to all runners at once; an allowance, not a measurement."""
+"""Bytes per second of a weight sync to all runners at once; an allowance, not a measurement."""
 CORE_FLOPS = 5e10
-"""What one CPU core with AVX-512 reaches in float32 products."""
+"""FLOPs per second of one CPU core with AVX-512 in float32 products."""
 _MFU = 0.4
 """Share of the peak that training reaches; 0.40-0.50 is published for models of this size."""
 _BANDWIDTH_SHARE = 0.7
@@ -93,7 +93,7 @@ TOKENS_PER_TURN = 128
 
 @dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU: usable memory, bandwidth and dense bf16 peak of its data sheet."""
+    """Kind of GPU: usable memory, bandwidth and dense bf16 peak of its data sheet."""
 
     name: str
     num_bytes: int
@@ -114,7 +114,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One of the equal machines of a cluster."""
+    """Sizes of each of the equal machines of a cluster."""
 
     gpu: Gpu | None
     num_gpus: int
@@ -126,7 +126,7 @@ class Machine:
 
 
 def this_machine(directory: Path) -> Machine:
-    """Read the sizes of this machine; the disk is that of ``directory``. All its GPUs are taken to be as the first."""
+    """Read the sizes of this machine, with the disk of ``directory``. All its GPUs count like the first one."""
     import psutil
 
     num_gpus, gpu = num_gpus_here(), None
@@ -143,24 +143,24 @@ def this_machine(directory: Path) -> Machine:
 
 @dataclass(frozen=True)
 class Need:
-    """What one place must hold."""
+    """Bytes that one place must hold."""
 
     place: str
     """``learner GPU``, ``env runner GPU``, ``retriever GPU``, ``host memory``, ``/dev/shm`` or ``disk``."""
     parts: Mapping[str, int]
-    """Bytes by what they hold."""
+    """Bytes by content."""
     available: int
     remedy: str = ""
-    """The nearest setting that fits, where this does not."""
+    """Nearest setting that fits, if this one does not."""
 
     @property
     def num_bytes(self) -> int:
-        """All parts together."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     @property
     def is_impossible(self) -> bool:
-        """Whether the parts are more than there is."""
+        """Whether the parts are larger than the place."""
         return self.num_bytes > self.available
 
     @property
@@ -170,7 +170,7 @@ class Need:
 
     @property
     def problem(self) -> str:
-        """What to say where it does not fit."""
+        """Sentence for people if it does not fit."""
         if not self.available:
             return f"{self.place}: {self.num_bytes / GIB:.1f} GiB are needed, and there is none"
         larger = f"take more {self.place}" + (" (docker run --shm-size)" if self.place == "/dev/shm" else "")
@@ -181,19 +181,19 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that ``ragr1 plan`` prints."""
+    """Results that ``ragr1 plan`` prints."""
 
     num_gpus: float
-    """GPUs that the actors reserve, on all machines."""
+    """Number of GPUs that the actors reserve, on all machines."""
     gpus_available: int
     needs: tuple[Need, ...]
     times: Times
     micro_batch_tokens: int
-    """Set or chosen: ``micro_batch.py``."""
+    """Token budget that is set, or chosen by ``micro_batch.py``."""
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each thing that does not fit."""
+        """Sentences about everything that does not fit."""
         found = [need.problem for need in self.needs if not need.fits]
         if self.num_gpus > self.gpus_available:
             found.insert(
@@ -203,7 +203,7 @@ class Plan:
 
 
 def count_passages(config: RunConfig) -> int:
-    """Return the number of passages that a run searches: of its index, or about that of its corpus file.
+    """Return the number of passages that a run searches, from its index, or estimated from its corpus file.
 
     Raises:
         DataError: ``retrieval.index`` holds no index.
@@ -227,7 +227,7 @@ def count_passages(config: RunConfig) -> int:
 
 
 def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
-    """Compute what RL needs of each machine; ``num_passages`` counts the passages of its index.
+    """Compute the needs of RL on each machine; ``num_passages`` counts the passages of its index.
 
     Raises:
         ConfigError: the sizes of the policy or of the encoder are not known.
@@ -244,13 +244,13 @@ def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
 
 
 def learner_fits(config: RunConfig, machine: Machine, num_passages: int) -> bool:
-    """Return whether the memory in which the learner computes holds what it must; raises as ``make_plan``."""
+    """Return whether the parts fit into the memory in which the learner computes; raises as ``make_plan``."""
     place = "learner GPU" if config.learners.num_gpus_per_learner else "host memory"
     return all(need.fits for need in _Run(config, machine, num_passages).needs() if need.place.startswith(place))
 
 
 def make_pace(config: RunConfig, machine: Machine, num_passages: int) -> Pace:
-    """Compute how long the parts of a run take on ``machine``, whatever the sizes of its fleets.
+    """Compute the seconds of the parts of a run on ``machine``, for any sizes of its fleets.
 
     Raises:
         ConfigError: the machine has no GPU, or the sizes of the policy or of the encoder are not known.
@@ -262,13 +262,13 @@ def make_pace(config: RunConfig, machine: Machine, num_passages: int) -> Pace:
 
 @dataclass(frozen=True)
 class _Run:
-    """A configuration on a machine."""
+    """Configuration on a machine."""
 
     config: RunConfig
     machine: Machine
     num_passages: int
 
-    # What is there
+    # -- Resources ------------------------------------------------------------------------------------------------
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -320,7 +320,7 @@ class _Run:
 
     @property
     def scans_on_gpu(self) -> bool:
-        """Whether the vectors are on the retrievers' GPUs: those of the other types stay on their CPUs."""
+        """Whether the vectors are on the retrievers' GPUs; vectors of other types stay on their CPUs."""
         return self.searches_on_gpu and self.config.retrieval.type in (*GPU_TYPES, HYBRID)
 
     @property
@@ -338,10 +338,10 @@ class _Run:
 
     @property
     def num_gpus(self) -> float:
-        """GPUs that all actors reserve."""
+        """Number of GPUs that all actors reserve."""
         return reserved_gpus(self.config)
 
-    # What is needed
+    # -- Needs ----------------------------------------------------------------------------------------------------
 
     def needs(self) -> Iterator[Need]:
         """Yield every device and memory of one machine."""
@@ -361,7 +361,7 @@ class _Run:
         yield Need("disk", self._disk_parts(), self.machine.disk_bytes)
 
     def _engine_need(self, gpu_bytes: int) -> Need:
-        """Return what an engine needs for the cache of at least one longest trajectory."""
+        """Return the need of an engine with a cache for at least one longest trajectory."""
         runners = self.config.env_runners
         share = runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION)
         if not isinstance(share, float | int) or not 0 < share <= 1:
@@ -409,16 +409,16 @@ class _Run:
         return parts
 
     def _engine_bytes(self) -> int:
-        """Return what an engine on CPUs takes beside its runner's process."""
+        """Return the bytes of an engine on CPUs, besides its runner's process."""
         runners = self.config.env_runners
         if runners.engine != "vllm":  # a cache for each trajectory; half of the longest is their mean
             rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
             cache = rows * runners.max_context_tokens * self.shape.kv_bytes_per_token(self.element_bytes)
             return self.weight_bytes + cache // 2
-        return _VLLM_CPU_PROCESS_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # a twin to load into
+        return _VLLM_CPU_PROCESS_BYTES + 2 * self.weight_bytes + _VLLM_CPU_CACHE_BYTES  # a second copy to load into
 
     def _shm_parts(self) -> Parts:
-        """Return the object store, with two batches of trajectories, and the files that engines read weights from.
+        """Return the parts of ``/dev/shm``: the object store with two batches, and the weight files for engines.
 
         Such a file holds a part of the weights, or one parameter that is larger: the embedding.
         """
@@ -433,12 +433,12 @@ class _Run:
         return parts
 
     def _resting_bytes(self) -> int:
-        """Return what a rank moves to the host's memory; while an engine samples on its GPU, all that it trains."""
+        """Return the bytes that a rank moves to the host's memory; while an engine samples on its GPU, everything."""
         trained = {name: size for name, size in self.learner.resting.items() if not name.startswith("reference")}
         return sum(self.learner.host.values()) + (sum(kept_parts(trained).values()) if self.shares_gpus else 0)
 
     def _state_bytes(self) -> int:
-        """Weights and moments of everything that is trained, in fp32; each rank copies and writes its part."""
+        """Return the bytes of weights and moments of everything trained, in fp32; each rank copies its part."""
         return 12 * sum(trained_parameters(self.shape, self.config, has_critic=self.has_critic).values())
 
     def _disk_parts(self) -> Parts:
@@ -452,7 +452,7 @@ class _Run:
             parts["index"] = index_bytes(retrieval.type, self.num_passages, self.dimension, retrieval.options)
         return parts
 
-    # How long it takes
+    # -- Seconds --------------------------------------------------------------------------------------------------
 
     def _num_trajectories(self) -> int:
         return self.config.training.train_batch_size * self.config.training.group_size
@@ -477,7 +477,7 @@ class _Run:
         )
 
     def _index_s(self, gpu: Gpu) -> float:
-        """passages * tokens of a passage * FLOPs of a token / (efficiency * peak * GPUs); 0 if nothing is encoded."""
+        """Return passages * tokens each * FLOPs per token / (efficiency * peak * GPUs); 0 if nothing is encoded."""
         if self.encoder is None or self.config.retrieval.index:
             return 0.0
         flops = gpu.flops * self.machine.num_gpus * self.machine.num_machines
@@ -504,7 +504,7 @@ class _Run:
         return encoding + scan
 
     def pace(self, gpu: Gpu) -> Pace:
-        """Estimate how long the parts of a run take."""
+        """Estimate the pace of the parts of a run."""
         retrieval, index = self.config.retrieval, 0
         if self.has_vectors:
             index = vector_bytes(
@@ -518,7 +518,7 @@ class _Run:
         )
 
     def _engine_pace(self, gpu: Gpu) -> EnginePace:
-        """Decoding is bound by reading weights and cache once per step (all rows sample one token)."""
+        """Estimate decoding, which is bound by reading weights and cache once per step (all rows sample one token)."""
         context, bandwidth = self.config.env_runners.max_context_tokens / 2, gpu.bytes_per_s * _BANDWIDTH_SHARE
         return EnginePace(
             base_s=self.weight_bytes / (bandwidth * self.gpus_per_engine),
@@ -528,7 +528,7 @@ class _Run:
         )
 
     def _generation_s(self, gpu: Gpu, turns: float) -> float:
-        """Decoding, and the tokens that are only read, once each: prompts and observations."""
+        """Return the seconds of decoding, and of reading prompts and observations once."""
         runners, pace = self.config.env_runners, self._engine_pace(gpu)
         num_sampled = turns * TOKENS_PER_TURN
         rows = min(runners.max_concurrent_trajectories, ceil(self._num_trajectories() / self.num_runners))
@@ -537,7 +537,8 @@ class _Run:
         return self._num_trajectories() / self.num_runners * each_s
 
     def _learning_s(self, gpu: Gpu) -> float:
-        """Three forward passes' worth per step and model, one more with checkpointing, one per scoring pass."""
+        """Return the seconds of three forward passes per step and model, one more with checkpointing, and of
+        scoring."""
         training = self.config.training
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
         passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing else 3)
@@ -554,7 +555,7 @@ def _count_option(config: RunConfig, name: str) -> int:
 
 
 def _need_remedy(need: Need, run: _Run) -> str:
-    """Return the nearest setting with which the place holds what it must."""
+    """Return the nearest setting with which the need fits."""
     place = need.place.split(",")[0]
 
     def fits(config: RunConfig) -> bool:

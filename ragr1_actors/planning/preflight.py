@@ -1,4 +1,4 @@
-"""Checks before a run directory is made: names in a configuration, the files that it reads, and the room it needs."""
+"""Checks before a run directory is made: names in a configuration, the files that it reads, and the needed room."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
 def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool = False) -> None:
     """Check every name of a run's configuration. The libraries behind known names are not imported.
 
-    ``has_index``: the run has made its index, and the corpus is not needed any more; ``has_policy``: it has the policy
-    that it began with.
+    ``has_index`` means that the run has made its index and does not need the corpus; ``has_policy``, that it has the
+    policy of its start.
 
     Raises:
         ConfigError: a name is unknown; the message has the key, what was got and what was expected.
@@ -90,9 +90,9 @@ def _check_best_metric(config: RunConfig) -> None:
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:
-    """Compare what a run needs with this machine, by ``ragr1 plan``; return warnings about what is narrow.
+    """Compare the needs of a run with this machine, by ``ragr1 plan``; return warnings about small reserves.
 
-    A run that reserves more GPUs than this machine has runs on a cluster: nothing is checked.
+    A run that reserves more GPUs than this machine has runs on a cluster, and is not checked.
 
     Raises:
         ConfigError: a memory is too small, or a search would exceed its timeout.
@@ -151,7 +151,7 @@ def check_sampler(config: SamplerConfig, *, has_index: bool = False, has_policy:
 
 
 def check_classes(config: SamplerConfig) -> None:
-    """Check the names of classes and functions, custom ones too; ``ConfigError`` on one that cannot be used."""
+    """Check the names of classes and functions, custom ones too; ``ConfigError`` for one that cannot be used."""
     check_environment(config.environment.env)
     read_options(config.environment)
     _load("environment.reward", config.environment.reward, REWARDS)
@@ -201,7 +201,7 @@ def check_curriculum(environment: EnvironmentSettings) -> Curriculum:
 
 
 def try_curriculum(curriculum: Curriculum) -> list[Check]:
-    """Ask for the order of made-up tasks, and what to skip of them, before anything was trained and after it."""
+    """Ask for the order and the skips of made-up tasks, before any was trained and after."""
     tasks = [Task(f"check/{number}", "?", ("Riga",), meta={"pass_rate": number / 4}) for number in range(5)]
     trained = {task.task_id: TaskStats(4, number, float(number)) for number, task in enumerate(tasks)}
 
@@ -241,7 +241,7 @@ def _check_learner(config: RunConfig) -> None:
         raise ConfigError(f"{key}: got sft, which is stage 1; set sft.num_steps, and name an algorithm of stage 2 here")
     if name not in LEARNERS:
         learner = _load(key, name, {known: LEARNERS[known] for known in LEARNERS if known != "sft"})
-        from learners.learner import Learner  # torch and transformers: only to check a custom class
+        from learners.learner import Learner  # imports torch and transformers: only to check a custom class
 
         _check_class(key, name, learner, Learner, "(config, policy_dir, rank, world_size)", 4)
     learner_options(config.training).check(config)
@@ -258,7 +258,7 @@ def _check_retrieval_type(name: str) -> None:
 
 
 def _model_folder(key: str, model: str, example: str, *words: str) -> Path | None:
-    """Return the folder of a model; None for a word and a hub name. ``ConfigError`` on what is none of these."""
+    """Return the folder of a model; None for a word or a hub name. ``ConfigError`` for any other text."""
     path = path_of(model, *words)
     if path is None:
         return None
@@ -279,7 +279,7 @@ def _model_folder(key: str, model: str, example: str, *words: str) -> Path | Non
 
 
 def _check_model(folder: Path, *, trusted: bool) -> None:
-    """Refuse a damaged folder here, and not in every actor that loads it; its weights are not read."""
+    """Refuse a damaged folder here, before every actor loads it; its weights are not read."""
     check_files(folder)
     is_quantized = "quantization_config" in read_json(Path(folder, "config.json"))
     if not trusted and not is_quantized:  # their packages may be on the actors' nodes only
@@ -289,8 +289,8 @@ def _check_model(folder: Path, *, trusted: bool) -> None:
 def check_tokenizer(config: SamplerConfig) -> None:
     """Check the tokenizer and the chat template of a policy's folder with the recipe's prompt.
 
-    A token that no text, prompt or end of a turn has may be beyond the model's embeddings, as a pad that is not used:
-    it is named in a warning.
+    A token that no text, prompt or end of a turn has, such as an unused pad, may be beyond the model's embeddings: a
+    warning names it.
 
     Raises:
         ConfigError: the tokenizer cannot be used, the template refuses the prompt or leaves it out, or the embeddings
@@ -306,7 +306,7 @@ def check_tokenizer(config: SamplerConfig) -> None:
     except ConfigError:
         if config.environment.env in ENVS:
             raise
-        prompt_ids = []  # a prompt of other roles may be what the template wants
+        prompt_ids = []  # maybe the template wants a prompt of other roles
     other = [Message("user", f"{config.environment.prompt} Riga")]
     if config.environment.env in ENVS and prompt_ids == tokenizer.prompt_ids(other):
         raise ConfigError(
@@ -335,9 +335,9 @@ def check_tokenizer(config: SamplerConfig) -> None:
 
 
 def _check_tasks(key: str, named: TaskNames, environment: EnvironmentSettings) -> None:
-    """Raise a ``ConfigError`` that begins with ``key`` if a source or file that it names is not there.
+    """Raise a ``ConfigError`` that begins with ``key`` if a source or file that it names does not exist.
 
-    All tasks are read once: ``DataError`` if a file is damaged, or a source raises or returns what are no tasks.
+    All tasks are read once: ``DataError`` if a file is damaged, or a source raises or returns other objects.
     """
     is_eval = key.endswith("eval_tasks")
     try:
@@ -352,7 +352,7 @@ def _check_tasks(key: str, named: TaskNames, environment: EnvironmentSettings) -
 
 
 def _is_file(key: str, value: str, expected: str, *words: str) -> bool:
-    """Return whether a key has the path of a file and not one of its words; ``ConfigError`` if it is neither."""
+    """Return whether a key has the path of a file, not one of its words; ``ConfigError`` if it is neither."""
     path = path_of(value, *words)
     if path is None:
         return False
@@ -411,6 +411,6 @@ def _wrong_kind(key: str, name: str, found: Any, expected: str) -> ConfigError:
 
 
 def _at(written: Any) -> str:
-    """Return where a user's class or function is written, as the end of a message."""
+    """Return the place of a user's class or function, as the end of a message."""
     place = place_of(written)
     return place and f" ({place})"

@@ -44,42 +44,42 @@ from retrieval.corpora.corpus import Corpus
 from retrieval.local import named_index
 
 HELD_OUT_SHARE = 0.2
-"""The largest share of a task file that is held out if no file of evaluation tasks is given."""
+"""Limit of the share of a task file that is held out if no file of evaluation tasks is given."""
 
 _SPARE_TOKENS = 8
-"""A question may be cut into other tokens inside a prompt than by itself."""
+"""Tokens of reserve, as a question may have other tokens inside a prompt than alone."""
 
 Demonstrate = Callable[[Task, random.Random], list[str]]
-"""Returns the turns of one scripted attempt at a task."""
+"""Function that returns the turns of one scripted attempt at a task."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything on disk and in memory that the fleets are built from."""
+    """Data on disk and in memory from which the fleets are built."""
 
     train_tasks: tuple[Task, ...]
     eval_tasks: tuple[Task, ...]
     index_dir: Path | None
-    """None if ``retrieval.type`` needs no index."""
+    """Index directory; None if ``retrieval.type`` needs no index."""
     policy_dir: str
     """Hugging Face folder, or hub name, of the policy before training."""
     demonstrated_tasks: tuple[Task, ...]
-    """Tasks that ``demonstrate`` takes: those of ``environment.tasks``, or of a teacher's file."""
+    """Tasks for ``demonstrate``, from ``environment.tasks`` or from a teacher's file."""
     is_taught: bool
-    """Whether a teacher's file demonstrates."""
+    """Whether the demonstrations are from a teacher's file."""
     demonstrate: Demonstrate
     notes: tuple[str, ...]
-    """What a person should know about the data."""
+    """Notes for people about the data."""
 
 
 def prepare(config: RunConfig, run_dir: Path) -> PreparedRun:
-    """Load the tasks, and build what is missing: index and tiny policy; ``UserError`` on unusable or too few tasks."""
+    """Load the tasks, and build missing index and tiny policy; ``UserError`` for unusable or too few tasks."""
     environment = config.environment
     run_dir = run_dir.absolute()  # actors may have another working directory
     known, held_out, notes = split_tasks(config, config.evaluation.num_tasks)
-    train, demonstrated, teacher = known, known, None  # SFT is the same, wherever RL has its trajectories from
+    train, demonstrated, teacher = known, known, None  # SFT does not depend on the source of RL's trajectories
     stored = StoredGroups(Path(folder)) if (folder := config.training.from_trajectories) else None
     if stored is not None:
         train = without_overlap(stored.tasks, held_out)
@@ -93,7 +93,7 @@ def prepare(config: RunConfig, run_dir: Path) -> PreparedRun:
         raise DataError(
             f"{shown_names(environment.tasks)}: no training task is left after holding the evaluation tasks out"
         )
-    # on trial: a curriculum that cannot order these tasks, or skips all, ends the run before the rest is made
+    # a curriculum that cannot order these tasks, or skips all, ends the run before the rest is made
     check_first_epoch(make_curriculum(environment), train, config.debugging.seed)
     sources = TaskSources.open(environment.tasks, environment)
     if config.sft.num_steps and path_of(config.sft.demonstrations, CORRECT, MIXTURE) is not None:
@@ -118,13 +118,13 @@ def prepare(config: RunConfig, run_dir: Path) -> PreparedRun:
 
 
 def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) -> Iterator[str]:
-    """Say how many tasks have a prompt that fills the context, so that no turn can follow.
+    """Yield a sentence on the number of tasks whose prompt fills the context, so that no turn can follow.
 
-    Only for environments whose prompt is known beforehand, ``SearchEnv``'s. The tokenizer is loaded only if a prompt
-    has as many bytes as the context has tokens.
+    It is only for ``SearchEnv``, whose prompt is known beforehand. The tokenizer is loaded only if a prompt has as many
+    bytes as the context has tokens.
 
     Raises:
-        DataError: all of them have.
+        DataError: all tasks have such a prompt.
     """
     environment, limit = config.environment, config.env_runners.max_context_tokens
     env_class: Any = load_object(environment.env, ENVS)
@@ -156,7 +156,7 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
 
 
 def _demonstrate(config: RunConfig, sources: TaskSources, tasks: Sequence[Task], index_dir: Path | None) -> Demonstrate:
-    """Return what writes the demonstrations of the sources, which see the titles of a task's evidence, not its ids."""
+    """Return the writer of the sources' demonstrations, which needs the titles of a task's evidence, not the ids."""
     ids = {name for task in tasks for name in task.supporting_ids}
     titles = Corpus.open(index_dir).titles(ids) if config.sft.num_steps and ids and index_dir is not None else {}
 
@@ -168,7 +168,7 @@ def _demonstrate(config: RunConfig, sources: TaskSources, tasks: Sequence[Task],
 
 
 def in_turn(tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """Return the tasks with those of their sources in turn, so that the first ones are of all sources."""
+    """Return the tasks with their sources in turn, so that the first tasks are from all sources."""
     by_source: dict[str, list[Task]] = {}
     for task in tasks:
         by_source.setdefault(task.source, []).append(task)
@@ -177,7 +177,7 @@ def in_turn(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 
 def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...], tuple[Task, ...], tuple[str, ...]]:
-    """Return training tasks, all evaluation tasks, and notes; ``DataError`` on a bad file.
+    """Return training tasks, all evaluation tasks, and notes; ``DataError`` for a bad file.
 
     Without evaluation tasks, of files or of the sources, ``num_eval_tasks`` of the training tasks are held out.
     """
@@ -211,7 +211,7 @@ def split_tasks(config: RunConfig, num_eval_tasks: int) -> tuple[tuple[Task, ...
 def prepare_index(config: SamplerConfig, run_dir: Path, on_note: Callable[[str], None] = logger.warning) -> Path | None:
     """Return the index that ``retrieval`` names, or build one in ``run_dir``; None if none is needed.
 
-    ``on_note`` is given what a person should know about the corpus and the encoder of an index that is built.
+    ``on_note`` is called with notes on the corpus and the encoder of an index that is built.
     """
     settings = config.retrieval
     if not needs_index(settings.type):
@@ -247,15 +247,15 @@ def prepare_policy(config: SamplerConfig, run_dir: Path, tasks: Sequence[Task], 
         maker.write(writing, texts, seed=config.debugging.seed, max_position_embeddings=limit)
         write_list(writing)
 
-    if not directory.exists():  # a resumed run: as with the index
+    if not directory.exists():  # a resumed run, as with the index
         write_folder(directory, write, POLICY_FILES)
     return str(directory)
 
 
 def keep_policy(policy_dir: str, run_dir: Path) -> str:
-    """Return a policy that another run does not remove: one of its checkpoints is copied, any other is kept as it is.
+    """Return a policy that another run does not remove: a copy of a checkpoint of a run, or any other policy unchanged.
 
-    A run under way deletes its older checkpoints. The files of the copy are hard links where the disk is the same one.
+    A live run deletes its older checkpoints. The files of the copy are hard links if the disk is the same.
     """
     kept = run_dir / POLICY
 
@@ -286,21 +286,21 @@ def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None)
 
 
 def draw_demonstrations(workspace: PreparedRun, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
-    """Draw ``count`` demonstrations, seeded. Tasks repeat if there are fewer; those of a teacher's file do not."""
+    """Draw ``count`` demonstrations, seeded. Tasks repeat if there are fewer, but not those of a teacher's file."""
     rng = random.Random(f"demonstrations {seed}")
     drawn: list[tuple[Task, tuple[str, ...]]] = []
     tasks = workspace.demonstrated_tasks
     count = min(count, len(tasks)) if workspace.is_taught else count
     while len(drawn) < count:
         for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
-            # each attempt has its own id, since the same task may be demonstrated twice
+            # each attempt has a unique id, since the same task may be demonstrated twice
             named = replace(task, task_id=f"{task.task_id}/demonstration{len(drawn)}")
             drawn.append((named, tuple(workspace.demonstrate(task, rng))))
     return drawn
 
 
 def _why_failed(trajectories: Sequence[Trajectory]) -> str:
-    """Return what the demonstrations without decisions ended with, and what to change."""
+    """Return the stop reasons of the demonstrations without decisions, and what to change."""
     errors = [trajectory.error for trajectory in trajectories if trajectory.error]
     if errors:
         return f"the last one with: {errors[-1]}"
@@ -316,9 +316,9 @@ def _why_failed(trajectories: Sequence[Trajectory]) -> str:
 def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[list[TrajectoryGroup], Counter[str]]:
     """Return the played demonstrations with decisions, and their number by category: ``{"first_search": 198, ...}``.
 
-    With ``only_correct``, those that end with a right answer. A warning is logged if some demonstrations failed: if
-    those that answer all fail, because of a reward for example, the policy would learn never to answer. Another one
-    counts those that end wrong.
+    With ``only_correct``, return those that end with a right answer. A warning is logged if some demonstrations failed:
+    if all with an answer fail, for example by a reward, the policy would learn not to answer. Another warning counts
+    wrong answers.
 
     Raises:
         FleetError: all demonstrations failed.

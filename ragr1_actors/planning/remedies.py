@@ -1,4 +1,4 @@
-"""The nearest settings with which a run fits its machine, for ``plan.py``: candidates, tried in order."""
+"""Nearest settings with which a run fits its machine, for ``plan.py``: candidates, tried in order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ragr1_actors.core.config import LearnerSettings, RunConfig
 Change = tuple[str, Any]
 """A key and its value: ``("retrieval.num_shards", 2)``."""
 _FASTER_TYPES = {"flat": "pq", "fp16": "pq", "sq8": "pq", "ivf": "ivf_pq"}
-"""The index type that finds almost the same and is scanned faster by a CPU."""
+"""Index type that finds almost the same and that a CPU scans faster, by index type."""
 
 
 def find_remedy(config: RunConfig, changes: Iterable[Change], fits: Callable[[RunConfig], bool]) -> str:
-    """Return what to set so that ``fits``: one change if one suffices, else several; empty if all do not.
+    """Return the settings that make the run fit: one change if one suffices, else several; empty if none helps.
 
     ``find_remedy(config, [("retrieval.num_shards", 2)], fits) == "it fits with retrieval.num_shards=2"``
     """
@@ -37,7 +37,7 @@ def _advice(settings: dict[str, Any]) -> str:
 
 
 def place_changes(place: str, config: RunConfig) -> Iterator[Change]:
-    """Yield settings that need less of a place, those that cost least time first."""
+    """Yield settings that need less of a place; those that cost least time come first."""
     runners, retrieval = config.env_runners, config.retrieval
     if place == "learner GPU" or (place == "host memory" and not config.learners.num_gpus_per_learner):
         yield from _learner_changes(config.learners, runners.max_context_tokens)
@@ -57,10 +57,10 @@ def place_changes(place: str, config: RunConfig) -> Iterator[Change]:
 
 
 def search_changes(config: RunConfig, num_cpus: int) -> Iterator[Change]:
-    """Yield settings that make searches faster, those that cost least first; an actor gets at most ``num_cpus``."""
+    """Yield settings that make searches faster, cheapest first; an actor gets at most ``num_cpus``."""
     retrieval = config.retrieval
     if not retrieval.num_gpus_per_retriever:
-        if retrieval.type in _FASTER_TYPES and not retrieval.options:  # which are of the type
+        if retrieval.type in _FASTER_TYPES and not retrieval.options:  # the options belong to the type
             yield "retrieval.type", _FASTER_TYPES[retrieval.type]
         for factor in (2, 4, 8, 16):
             cpus = factor * retrieval.num_cpus_per_retriever
@@ -80,7 +80,7 @@ def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iter
     if not learners.gradient_checkpointing:
         yield "learners.gradient_checkpointing", True
     if not learners.num_gpus_per_learner:
-        return  # what follows moves bytes from a GPU to the host, or to another machine
+        return  # the rest moves bytes from a GPU to the host, or to another machine
     resting = [part for part in ("reference", "critic") if part not in learners.offload]
     if resting:
         yield "learners.offload", [*learners.offload, *resting]

@@ -21,10 +21,10 @@ C = TypeVar("C", bound=SamplerConfig)
 
 
 def check_services(config: C, store: RunStore | None = None) -> C:
-    """Ask each model of ``environment.models`` at an endpoint a question, and have the retriever ask its service one.
+    """Ask each model of ``environment.models`` at an endpoint a question, and let the retriever ask its service one.
 
-    The retriever does so if it is one that can (``ProbedRetriever``). Each server of ``environment.mcp`` is asked for
-    its tools. The configuration that is returned has these tools, or those that the run in ``place`` began with.
+    The retriever does so if it is a ``ProbedRetriever``. Each server of ``environment.mcp`` is asked for its tools. The
+    returned configuration has these tools, or the tools at the start of the run in ``store``.
 
     Raises:
         ConfigError: a service does not answer; the message has its address and the error.

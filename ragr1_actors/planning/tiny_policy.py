@@ -5,7 +5,7 @@ so that no text is lost or unknown.
 
 The model is a small random ``Qwen2ForCausalLM``. ``AutoTokenizer`` loads such a folder with Qwen2's tokenizer class.
 That class has its own pre-tokenizer (it cuts numbers into digits) and keeps only vocabulary, merges and added tokens of
-the saved one; so the words are added tokens, space included, and load as they were saved.
+the saved one. So the words are added tokens, space included, which load as they were saved.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class TinyOptions(Section):
     """Sizes of the ``tiny`` policy; the defaults suit two CPU cores."""
 
     vocab_size: int = Field(2048, ge=300)
-    """Tokens in the vocabulary."""
+    """Number of tokens in the vocabulary."""
     hidden_size: int = Field(128, ge=8)
     """Width; an even multiple of ``num_heads``."""
     num_layers: int = Field(3, ge=1)
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_heads: int = Field(4, ge=1, validate_default=True)
-    """Attention heads."""
+    """Number of attention heads."""
 
     @field_validator("num_heads")
     @classmethod
     def _divides_width(cls, num_heads: int, info: ValidationInfo) -> int:
-        width = info.data.get("hidden_size", 2 * num_heads)  # missing where it was refused itself
+        width = info.data.get("hidden_size", 2 * num_heads)  # missing if it was refused itself
         if width % (2 * num_heads):
             even = max(4, (width // num_heads + 1) // 2 * 2)
             problem = f"hidden_size is {width}, expected an even multiple of the heads, such as {even * num_heads}"
@@ -63,18 +63,18 @@ class TinyOptions(Section):
 
 @dataclass(frozen=True)
 class TinyPolicy:
-    """The maker of ``policy.model: tiny``."""
+    """Maker of ``policy.model: tiny``."""
 
     options: TinyOptions
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> Self:
-        """Read ``policy.options``; ``ConfigError`` on a wrong one."""
+        """Read ``policy.options``; raises ``ConfigError`` for a wrong one."""
         return cls(TinyOptions.read(options, "policy.options"))
 
     @property
     def shape(self) -> ModelShape:
-        """Its sizes, for ``ragr1 plan``."""
+        """Sizes of the policy, for ``ragr1 plan``."""
         sizes = self.options
         return ModelShape(
             hidden_size=sizes.hidden_size,
@@ -99,7 +99,7 @@ POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy}
 
 
 def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
-    """Return what makes the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
+    """Return the maker of the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
     maker = POLICIES.get(policy.model)
     return None if maker is None else maker.read(policy.options)
 
@@ -118,7 +118,7 @@ def make_tiny_policy(
     """Write tokenizer and weights to ``directory``, for ``AutoTokenizer`` and ``AutoModelForCausalLM``.
 
     The commonest words of ``texts`` become tokens, ``vocab_size`` at most. The feed-forward layers are twice as wide as
-    ``hidden_size``. ``num_heads`` is that of queries, keys and values. ``max_position_embeddings`` is in tokens.
+    ``hidden_size``. ``num_heads`` is for queries, keys and values. ``max_position_embeddings`` is in tokens.
     """
     import torch
     from safetensors.torch import save_file
@@ -147,7 +147,7 @@ def make_tiny_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()
-    # what save_pretrained does without importing DeepSpeed, which takes seconds and warns without a GPU
+    # like save_pretrained, but without importing DeepSpeed, which takes seconds and warns without a GPU
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(directory)
@@ -179,7 +179,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         additional_special_tokens=[START_TOKEN],
         clean_up_tokenization_spaces=False,
     )
-    # Tags are not "special": decoding keeps them, since the environment parses them.
+    # Tags are not "special", so that decoding keeps them for the environment to parse.
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in (*PROTOCOL_TAGS, *words)])
     return tokenizer
 

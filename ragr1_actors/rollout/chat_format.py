@@ -7,14 +7,14 @@ r"""Chat formats: how messages and tools become token ids around a policy's turn
     extension_ids(before, added, tools)      \n<|im_start|>user\n<tool_response>\nAna ..</tool_response><|im_end|>\n
                                              <|im_start|>assistant\n
 
-``tags`` adds plain text behind a turn, and the message goes on. The other formats add what the chat template writes
-between the turn and the next one. A turn is never encoded again: to find what is around it, the conversations up
-to it and behind it are rendered with a character in the place of each sampled text, which no template changes. Where
-the first is no beginning of the second, the template frames what was said in another way: Qwen3 takes old thoughts out.
+``tags`` adds plain text after a turn, and the message continues. The other formats add the text of the chat template
+between the turn and the next one. A turn is never encoded again: to find the text around it, the conversations up to it
+and after it are rendered with a character in the place of each sampled text, which no template changes. If the first is
+not a beginning of the second, the template changes earlier messages: Qwen3 removes old thoughts.
 
-Contents are texts of others. Where one names an added token of the tokenizer, such a character is rendered too, and the
-name is encoded as plain text: a page cannot write a control token. All else that was rendered is the template's. Where
-tags around a result are no added tokens, as Qwen2.5's ``</tool_response>``, results get them in round brackets.
+Contents are texts of others. If one names an added token of the tokenizer, such a character is rendered too, and the
+name is encoded as plain text: a page cannot write a control token. All other rendered text is the template's. If tags
+around a result are no added tokens, as Qwen2.5's ``</tool_response>``, results get them in round brackets.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Piece = tuple[list[int], TokenKind]
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What follows a turn of the policy."""
+    """Tokens that follow a turn of the policy."""
 
     pieces: list[Piece]
     is_new_message: bool
-    """The next turn begins a message; else it goes on with that of the turn."""
+    """Whether the next turn begins a message; else it continues the message of the turn."""
 
 
-# Characters that no text of ours has (plane 16, for private use) hold the places of texts, and mark where kinds begin.
+# Characters of plane 16, for private use, which our texts lack, stand for texts and mark where kinds begin.
 _FIRST_TURN, _FIRST_HELD = 0x100000, 0x108000
 _OBSERVATION, _NOTICE = "\U0010fffc", "\U0010fffd"
 _MARKS = {_OBSERVATION: TokenKind.OBSERVATION, _NOTICE: TokenKind.NOTICE}
@@ -80,10 +80,10 @@ The results follow in <tool_response>. These are the tools, one a line, as JSON 
 
 
 class ChatFormat(Protocol):
-    """How a conversation becomes token ids, and a turn becomes calls; ``my_module:MyFormat`` takes the tokenizer."""
+    """Conversion of conversations to token ids and of turns to calls; ``my_module:MyFormat`` takes the tokenizer."""
 
     end_ids: frozenset[int]
-    """The tokens that end a turn."""
+    """Ids of the tokens that end a turn."""
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Return the ids of a conversation up to the policy's turn."""
@@ -91,31 +91,31 @@ class ChatFormat(Protocol):
     def extension_ids(
         self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[ToolSchema], *, has_end: bool
     ) -> Extension | None:
-        """Return what follows the policy's turn, the last of ``before``, up to its next turn.
+        """Return the tokens between the policy's turn, the last of ``before``, and its next turn.
 
-        ``has_end``: the last token of the turn is one of ``end_ids``; the length limit may have cut it before. None:
-        what was said before is framed in another way now, and the conversation needs a new row.
+        ``has_end`` tells whether the last token of the turn is one of ``end_ids``; the length limit may have cut it
+        before. None means that earlier messages are framed differently now, and the conversation needs a new row.
         """
 
     def parser(self, tools: Sequence[ToolSchema]) -> TurnParser:
-        """Return what reads one turn, while it is sampled."""
+        """Return a parser that reads one turn while it is sampled."""
 
     def write(self, turn: Message) -> str:
         """Return the text of a turn of the policy, for a demonstration."""
 
     def turn_ids(self, text: str) -> list[int]:
-        """Return the ids of what ``write`` returned, with the end-of-turn token."""
+        """Return the ids of a text of ``write``, with the end-of-turn token."""
 
 
 class PromptTokenizer(Protocol):
-    """What the format ``tags`` needs of a tokenizer."""
+    """Methods of a tokenizer that the format ``tags`` needs."""
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
 
 
 class TemplateTokenizer(PromptTokenizer, Protocol):
-    """The methods of ``PolicyTokenizer`` that a chat template's format needs."""
+    """Methods of ``PolicyTokenizer`` that a chat template's format needs."""
 
     eos_token_ids: frozenset[int]
     end_of_turn_id: int | None
@@ -137,10 +137,10 @@ class TemplateTokenizer(PromptTokenizer, Protocol):
 
 
 class TagsFormat:
-    """``ChatFormat`` of ``tags``: what is added to a turn is plain text, and the turn goes on behind it."""
+    """``ChatFormat`` of ``tags``: text after a turn is plain, and the turn continues after it."""
 
     def __init__(self, tokenizer: PromptTokenizer, template: Template | None = None) -> None:
-        """Take the template that frames what follows a turn that ended; None where there is none."""
+        """Take the template that frames messages after a turn that ended; None if there is none."""
         self._tokenizer, self._template = tokenizer, template
         self.end_ids = frozenset() if template is None else template.tokenizer.eos_token_ids
 
@@ -174,10 +174,10 @@ class TemplateFormat:
     """``ChatFormat`` of a chat template, with the calls of one family."""
 
     def __init__(self, tokenizer: TemplateTokenizer, name: GrammarName | None = None) -> None:
-        """Take the grammar ``name``; None: the template's.
+        """Take the grammar ``name``, or with None that of the template.
 
         Raises:
-            ConfigError: there is no chat template; or it writes calls in another grammar, or, for None, in none.
+            ConfigError: there is no chat template; or it writes calls in another grammar, or for None in no known one.
         """
         if not tokenizer.has_template or tokenizer.end_of_turn_id is None:
             raise ConfigError(
@@ -222,7 +222,7 @@ class TemplateFormat:
     def _own(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
-        """Return messages and tools as the template takes them, results without the tags of their frame."""
+        """Return messages and tools in the form of the template, with results without the tags of their frame."""
         messages = [replace(one, content=defuse_result(one.content)) if one.role == "tool" else one for one in messages]
         return (messages, tools) if self._has_tools else (in_own_words(messages, tools, self.grammar), ())
 
@@ -233,7 +233,7 @@ class EndpointFormat:
     end_ids: frozenset[int] = frozenset()
 
     def __init__(self, tokenizer: EndpointTokenizer, name: GrammarName | None = None) -> None:
-        """With a grammar the prompt explains it, and calls are text in it; None: the endpoint's own tool calls."""
+        """Take the tokenizer; with a grammar the prompt explains it and calls are text; None: the endpoint's calls."""
         self._tokenizer, self._grammar = tokenizer, GRAMMARS[name or "hermes"]
         self.is_native = name is None
 
@@ -270,7 +270,7 @@ class EndpointFormat:
         return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)), chat)
 
     def _own(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
-        """Return messages as the endpoint gets them, results without the control tokens of known model families."""
+        """Return messages for the endpoint, with results without the control tokens of known model families."""
         harmless = [
             replace(one, content=self._tokenizer.defuse(one.content)) if one.role == "tool" else one for one in messages
         ]
@@ -286,10 +286,10 @@ _AT_ENDPOINTS: dict[str, Any] = {
 
 
 def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFormat:
-    """Return the chat format of a recipe; ``auto`` is that of its environment.
+    """Return the chat format of a recipe; ``auto`` means the format of its environment.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be that of the policy.
+        ConfigError: the name is unknown, or the policy cannot have this format.
     """
     name, env_class = config.policy.chat_format, load_object(config.environment.env, ENVS)
     if name == "auto":
@@ -312,7 +312,7 @@ def make_chat_format(name: str, tokenizer: TemplateTokenizer) -> ChatFormat:
     """Return the chat format of a name; ``auto`` reads the template.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be that of the policy.
+        ConfigError: the name is unknown, or the policy cannot have this format.
     """
     if name == "tags":
         return TagsFormat(tokenizer, Template(tokenizer) if tokenizer.has_template else None)
@@ -321,7 +321,7 @@ def make_chat_format(name: str, tokenizer: TemplateTokenizer) -> ChatFormat:
 
 
 def in_own_words(messages: Sequence[Message], tools: Sequence[ToolSchema], grammar: Grammar) -> list[Message]:
-    """Return messages for a template that knows no tools: they are explained in front, and results are a user's."""
+    """Return messages for a template without tools: the first explains the tools, and results are a user's."""
     found: list[Message] = []
     for last, message in zip([None, *messages], messages, strict=False):
         if message.role == "assistant":
@@ -348,7 +348,7 @@ def _in_grammar(turn: Message, grammar: Grammar) -> str:
 
 
 class Template:
-    """A chat template, as text and as token ids."""
+    """Chat template, applied as text and as token ids."""
 
     def __init__(self, tokenizer: TemplateTokenizer) -> None:
         """Use the tokenizer's template."""
@@ -356,7 +356,7 @@ class Template:
         self._end_of_turn = re.compile("|".join(map(re.escape, sorted(tokenizer.end_texts, key=len, reverse=True))))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
-        """Return a whole conversation up to the policy's turn."""
+        """Return the pieces of a whole conversation up to the policy's turn."""
         holder = _Holder(self.tokenizer.added_texts)
         chat = [
             _as_chat(
@@ -370,9 +370,9 @@ class Template:
         return self._encode(text, holder.held, TokenKind.PROMPT)
 
     def between(self, messages: Sequence[Message], tools: Sequence[ToolSchema], kind: TokenKind) -> list[Piece] | None:
-        """Return what is between the end of the last turn of the policy and its next one.
+        """Return the pieces between the end of the policy's last turn and its next one.
 
-        None if what is up to the end of the last turn is framed in another way than before it was sampled.
+        Return None if the messages up to the last turn are framed differently than before it was sampled.
         """
         turn = max(number for number, message in enumerate(messages) if message.role == "assistant")
         asked, _ = self._render(messages[:turn], tools)
@@ -388,7 +388,7 @@ class Template:
         return None if end is None else self._encode(whole[end.end() :], held, kind)
 
     def turn(self, turn: Message) -> str:
-        """Return the text of a policy's turn as the template writes it; empty if it frames it in another way."""
+        """Return the text of a policy's turn as the template writes it; empty if the template changes it."""
         chat = _with_ids([_as_chat("user", "a"), _as_chat("assistant", turn.content, turn.calls)])
         asked = self.tokenizer.render(chat[:1], ())
         whole = self.tokenizer.render(chat, (), is_prompt=False)
@@ -402,28 +402,28 @@ class Template:
         return [token for ids, _ in pieces for token in ids]
 
     def header(self, added: Sequence[Message]) -> list[Piece]:
-        """Return messages of a user with their frame, as they follow a turn of any conversation."""
+        """Return messages of a user with their frame, as they follow a turn in any conversation."""
         whole, held = self._render([Message("user", "a"), Message("assistant", "b"), *added], ())
         _, _, behind = whole.rpartition(_placed(Message("assistant", "b"), 0)[0])
         end = self._end_of_turn.search(behind)
         return self._encode(behind if end is None else behind[end.end() :], held, TokenKind.NOTICE)
 
     def written_grammar(self) -> GrammarName | None:
-        """Return the grammar in which the template writes calls; None if it writes none that is known here."""
+        """Return the grammar in which the template writes calls; None if it writes no known one."""
         schema = {"name": _PROBE.name, "description": "Try it.", "parameters": _PROBE_PARAMETERS}
         tools = [{"type": "function", "function": schema}]
         chat = _with_ids([_as_chat("user", "a"), _as_chat("assistant", "", [_PROBE])])
         try:
             asked = self.tokenizer.render(chat[:1], tools)
             whole = self.tokenizer.render(chat, tools, is_prompt=False)
-        except ConfigError:  # it refuses what it does not know
+        except ConfigError:  # it refuses unknown input
             return None
         turn, *_ = self._end_of_turn.split(whole.removeprefix(asked), maxsplit=1)
         found = (name for name, grammar in GRAMMARS.items() if parse_turn(turn, grammar, tools).calls == (_PROBE,))
         return next(found, None)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[str, dict[str, str]]:
-        """Return the text up to the policy's turn with turns held and kinds marked, and what else is held."""
+        """Return the text up to the policy's turn with placeholders and marks of kinds, and the placeholders' texts."""
         holder, chat, num_turns = _Holder(self.tokenizer.added_texts), list[dict[str, Any]](), 0
         for message in messages:
             if message.role == "assistant":
@@ -435,7 +435,7 @@ class Template:
         return self.tokenizer.render(_with_ids(chat), tools), holder.held
 
     def _encode(self, text: str, held: Mapping[str, str], kind: TokenKind) -> list[Piece]:
-        """Return the ids of a rendered text: what is held as plain text, all else as the template's."""
+        """Return the ids of a rendered text: held texts are plain text, all other text is the template's."""
         pieces: list[Piece] = []
         for part in re.split(f"({_HELD})", text):
             if part in held:
@@ -455,22 +455,22 @@ class Template:
 
 
 class _Holder:
-    """Puts characters in the places of control tokens' names."""
+    """Puts placeholder characters in the places of control tokens' names."""
 
     def __init__(self, control: Sequence[str]) -> None:
-        """Hold the names ``control``, and the private characters that a text has itself."""
+        """Take the names ``control``; private characters in a text are replaced too."""
         self.held: dict[str, str] = {}
-        """What each character stands for."""
+        """Text of each placeholder character."""
         self._places: dict[str, str] = {}
         self._control = sorted(control, key=len, reverse=True)
 
     def hold(self, text: str, *, is_turn: bool = False) -> str:
-        """Return the text with names held; ``is_turn``: a template reads the thoughts in a policy's turn."""
+        """Return the text with names replaced; ``is_turn``: a template reads the thoughts in a policy's turn."""
         names = [name for name in self._control if name in text and not (is_turn and name in _THOUGHT_TAGS)]
         return re.sub("|".join([*map(re.escape, names), _PRIVATE]), self._hold, text)
 
     def hold_in(self, value: Any) -> Any:
-        """Return a value of JSON with names held in all its texts."""
+        """Return a value of JSON with names replaced in all its texts."""
         if isinstance(value, Mapping):
             return {self.hold(key): self.hold_in(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
@@ -485,7 +485,7 @@ class _Holder:
 
 
 def _placed(turn: Message, number: int) -> tuple[str, list[CallRequest]]:
-    """Return content and calls of a policy's turn with a character for each of thought, text and name of a call."""
+    """Return content and calls of a policy's turn with placeholders for thought, text and names of calls."""
     thought, text, name = (chr(_FIRST_TURN + 3 * number + part) for part in range(3))
     calls = [CallRequest(name, {})] if turn.calls else []
     before, closed, behind = turn.content.rpartition(END_OF_THOUGHT)
@@ -494,15 +494,15 @@ def _placed(turn: Message, number: int) -> tuple[str, list[CallRequest]]:
 
 
 def _marked(content: str, mark: str) -> str:
-    """Return a content with the mark of its kind in front, behind white space, which a template may strip."""
-    if not content or content.startswith("<tool_response>"):  # which Qwen3's template looks for
+    """Return a content with the mark of its kind in front, after white space, which a template may strip."""
+    if not content or content.startswith("<tool_response>"):  # Qwen3's template looks for this beginning
         return content
     blanks = len(content) - len(content.lstrip())
     return content[:blanks] + mark + content[blanks:]
 
 
 def _as_chat(role: str, content: str, calls: Sequence[CallRequest] = ()) -> dict[str, Any]:
-    """Return a message as chat templates take it; ``_with_ids`` completes it."""
+    """Return a message in the form of chat templates; ``_with_ids`` completes it."""
     found: dict[str, Any] = {"role": role, "content": content}
     if calls:
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
@@ -511,7 +511,7 @@ def _as_chat(role: str, content: str, calls: Sequence[CallRequest] = ()) -> dict
 
 
 def _with_ids(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number calls and results, with the nine characters that Mistral's templates want."""
+    """Number calls and results, with nine characters, as Mistral's templates require."""
     for number, call in enumerate(call for message in chat for call in message.get("tool_calls", ())):
         call["id"] = f"{number:09d}"
     for number, message in enumerate(one for one in chat if one["role"] == "tool"):

@@ -1,4 +1,4 @@
-"""MeteredEngine: what one trajectory asks of an engine, and the time and load that it finds there."""
+"""MeteredEngine: measures the time and the load of an engine's requests for one trajectory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragr1_actors.rollout.engines.base import Engine
 
 
 class EngineLoad:
-    """How many requests an engine has, and how many it had over time."""
+    """Number of requests of an engine, now and over time."""
 
     def __init__(self) -> None:
         """Begin without requests."""
@@ -21,7 +21,7 @@ class EngineLoad:
         self._at_s = self._request_s = self._share_s = 0.0
 
     def change(self, num_requests: int) -> NDArray[np.float64]:
-        """Count requests that begin or end; return seconds: until now, times the requests, divided by them."""
+        """Count requests that begin or end; return seconds until now, alone, times the requests, and over them."""
         now_s = asyncio.get_running_loop().time()
         self._request_s += self.num_requests * (now_s - self._at_s)
         self._share_s += (now_s - self._at_s) / max(1, self.num_requests)
@@ -34,7 +34,7 @@ class MeteredEngine:
     """``Engine.generate`` for one trajectory, with the time that it takes."""
 
     def __init__(self, engine: Engine, load: EngineLoad) -> None:
-        """Measure what one trajectory asks of an engine, whose requests ``load`` counts."""
+        """Measure the requests of one trajectory to an engine, whose requests ``load`` counts."""
         self._engine, self._load = engine, load
         self._passed = np.zeros(3)
 
@@ -49,6 +49,6 @@ class MeteredEngine:
             self._passed += self._load.change(-1) - started
 
     def metrics(self) -> dict[str, float]:
-        """Seconds at the engine; the same, each moment times the requests that the engine had; and divided by them."""
+        """Return the seconds at the engine: plain, weighted by its number of requests, and divided by it."""
         names = ("time/generation_s", "time/generation_rows_s", "time/generation_share_s")
         return dict(zip(names, self._passed.tolist(), strict=True))

@@ -45,7 +45,7 @@ class EnvRunner:
     """Samples trajectories with one engine."""
 
     def __init__(self, config: SamplerConfig, tokenizer: Tokenizer, retriever: Retriever, engine: Engine) -> None:
-        """Sample with a loaded engine, which only this runner uses."""
+        """Take a loaded engine, which only this runner uses."""
         self.engine = engine
         self._config = config
         self._tokenizer = tokenizer
@@ -65,11 +65,11 @@ class EnvRunner:
 
     @classmethod
     def load(cls, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int = 0) -> Self:
-        """Load the engine that ``env_runners.engine`` names; ``version`` is that of the weights in ``policy``."""
+        """Load the engine that ``env_runners.engine`` names; ``version`` is for the weights in ``policy``."""
         engine_class = load_object(config.env_runners.engine, ENGINES)
         policy_dir: str | Path
         tokenizer: PolicyTokenizer | EndpointTokenizer
-        if config.env_runners.engine == "endpoint":  # the policy is elsewhere, and so is its tokenizer
+        if config.env_runners.engine == "endpoint":  # policy and tokenizer are elsewhere
             policy_dir, tokenizer = "", EndpointTokenizer()
         else:
             policy_dir = on_this_node(policy)
@@ -80,7 +80,7 @@ class EnvRunner:
         return cls(config, tokenizer, retriever, engine)
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel what an interrupt left on ``loop``, free the engine and close ``loop``."""
+        """Cancel the rest of an interrupt on ``loop``, free the engine and close ``loop``."""
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -92,9 +92,9 @@ class EnvRunner:
         loop.close()
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
-        """Sample the trajectories of one group, up to ``max_concurrent_trajectories`` of the runner at once.
+        """Sample the trajectories of one group; the runner samples up to ``max_concurrent_trajectories`` at once.
 
-        The strategy chooses those that are trained. An error of it ends the group as one trajectory that failed on its
+        The strategy chooses those that are trained. Its error ends the group as one trajectory with a failure of the
         data.
         """
         strategy = self._strategy if request.context.split == "train" else Independent(Section())
@@ -103,14 +103,14 @@ class EnvRunner:
             trajectories = await checked_sample(strategy, request, play)
         except EngineDeadError:
             raise
-        except Exception as error:  # a user's strategy may raise anything; only its own group ends
+        except Exception as error:  # a user's strategy may raise anything; only its group ends
             recorder = self._recorder(request, 0, "")
             problem = raised_at(error, strategy.sample)
             trajectories = [recorder.trajectory(request.task, StopReason.ENV_ERROR, error=problem)]
         return TrajectoryGroup(request.task, tuple(trajectories))
 
     async def sample_watched(self, request: GroupRequest, watch: Watch) -> Trajectory:
-        """Sample the first trajectory of a group; ``watch`` sees it grow."""
+        """Sample the first trajectory of a group; ``watch`` gets its growth."""
         return await self._sample(request, 0, watch=watch)
 
     async def _sample(
@@ -129,7 +129,7 @@ class EnvRunner:
             record = partial(self._recorder, request, index, variant, meter.generate)
             try:
                 attempt = self._attempt(record, variant, watch)
-            except Exception as error:  # a user's environment may raise anything; only its own trajectory ends
+            except Exception as error:  # a user's environment may raise anything; only its trajectory ends
                 problem = raised_at(error, self._env_class)
                 return record().trajectory(request.task, StopReason.ENV_ERROR, error=problem)
             started_s = asyncio.get_running_loop().time()

@@ -32,7 +32,7 @@ from retrieval.base import Retriever
 T = TypeVar("T")
 
 _FIRST_BEAT_S = 2.0
-"""A call of an engine that takes longer may keep the runner from answering; a shorter one writes no beat."""
+"""Seconds of an engine's call after which beats are written, as it may keep the runner from answering."""
 
 
 class EnvRunnerActor:
@@ -41,11 +41,11 @@ class EnvRunnerActor:
     def __init__(self, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int) -> None:
         """Build the runner in the actor's process, with the actor's share of the cores.
 
-        If the actor was restarted and shares its device with a learner, which may be using it, ``catch_up`` builds the
-        runner.
+        ``catch_up`` builds the runner if the actor was restarted and shares its device with a learner, which may be
+        using it.
         """
         num_threads = config.debugging.num_threads or max(1, math.floor(config.env_runners.num_cpus_per_env_runner))
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # processes of the engine, as vLLM's, inherit it
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # processes of the engine, such as vLLM's, inherit it
         import torch
 
         torch.set_num_threads(num_threads)
@@ -61,7 +61,7 @@ class EnvRunnerActor:
         return self._loaded
 
     async def pulse(self) -> Pulse:
-        """Answer, with or without an engine; raise ``EngineDeadError`` if it has one that died."""
+        """Answer, with or without an engine; raise ``EngineDeadError`` if its engine died."""
         if self._loaded is not None:
             await self._loaded.engine.check()
         return Pulse(Process.current())
@@ -86,7 +86,7 @@ class EnvRunnerActor:
         return Process.current()
 
     async def call_engine(self, method: str, *arguments: Any) -> None:
-        """Call one of the engine's methods for weights and memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
+        """Call a method of the engine for weights or memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
         with beating(_FIRST_BEAT_S):  # an engine may copy all weights at once
             await _or_exit(getattr(self._runner.engine, method)(*arguments))
 

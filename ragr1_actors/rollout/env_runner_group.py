@@ -1,4 +1,4 @@
-"""EnvRunnerGroup: the rollout fleet. Requests go in; trajectory groups come out in the order in which they finish.
+"""EnvRunnerGroup: the fleet of env runners. It takes requests and returns groups in the order in which they finish.
 
 ::
 
@@ -6,18 +6,17 @@
                   ▲                                            │
                   └── the runner died: give it to another ─────┘
 
-A group that takes several times as long as usual is sampled by an idle runner, too; the first to finish counts, and the
+A group that takes several times the usual time is also sampled by an idle runner; the first result counts, and the
 other is cancelled. Both sample with the same seeds.
 
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
 
-No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. Therefore
-every answer names the process that gave it; what another process than the one it was sent to has sampled is sampled
-again.
+No call fails if a runner dies while none is open, and Ray restarts it with the weights of the run's start. So every
+answer names its process; a group from a process other than the one to which it was sent is sampled again.
 
-``scale_to`` changes the number of runners meanwhile. A runner that is added gets the newest weights before its first
-request, as one that restarts does. A runner that is removed ends once it has returned the requests it has.
+``scale_to`` changes the number of runners meanwhile. An added runner gets the newest weights before its first request,
+like a restarted one. A removed runner ends once it has returned its requests.
 """
 
 from __future__ import annotations
@@ -52,39 +51,39 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""Time limit of an engine to load."""
+"""Limit in seconds for an engine to load."""
 WAIT_S = 1.0
-"""Longest wait for a group before the fleet is looked after again."""
+"""Longest wait in seconds for a group before the fleet is looked after again."""
 PULSE_INTERVAL_S = 5.0
-"""Between two questions of the watchdog to a runner that answers."""
+"""Seconds between two questions of the watchdog to a runner that answers."""
 _USUAL_GROUPS = 64
-"""Groups that finished last, of which the median time is usual."""
+"""Number of the last finished groups whose median time is the usual one."""
 _HEDGE_AFTER_S = 5.0
-"""No group is sampled twice before."""
+"""Seconds before which no group is sampled twice."""
 MAX_HANGS = 3
-"""Hangs in a row, without a finished group in between; then the runner is lost: its work takes longer than allowed."""
+"""Limit of hangs in a row, without a finished group in between; then the runner is lost, as its work takes too long."""
 RESTART_TIMEOUT_S = 300.0
-"""How long the fleet waits for a runner to come back if none is healthy."""
+"""Seconds for which the fleet waits for a runner to come back if none is healthy."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingGroup:
-    """A group at a runner."""
+    """Group at a runner."""
 
     request: GroupRequest
     runner: Member[Pulse]
     runner_id: MemberId
-    """The life of the runner in which it was asked."""
+    """Index and life of the runner that was asked."""
     process: Process
     summary: Any
     """References of the two results."""
     batch: Any
     sent_at: float = field(default_factory=time.monotonic)
     twin: PendingGroup | None = None
-    """The same group at another runner."""
+    """Same group at another runner."""
     was_hedged: bool = False
     is_abandoned: bool = False
-    """Its twin has finished."""
+    """Whether its twin has finished."""
 
 
 class EnvRunnerGroup:
@@ -98,20 +97,20 @@ class EnvRunnerGroup:
         version: int = 0,
         actor_options: ActorOptions = anywhere,
     ) -> None:
-        """Start the runners, which load while the caller goes on.
+        """Start the runners, which load while the caller continues.
 
-        ``version`` is that of the policy in ``policy``, a Hugging Face folder or hub name. ``actor_options``
-        returns the Ray options of the runner with an index, such as its place.
+        ``version`` is the version of ``policy``, a Hugging Face folder or hub name. ``actor_options`` returns the Ray
+        options of the runner with an index, such as its place.
         """
         settings = config.env_runners
         self.on_wait: Callable[[], None] = lambda: None
-        """Called about once a second while ``collect`` waits."""
+        """Callback that runs about once a second while ``collect`` waits."""
         self.on_finished: Callable[[FinishedGroup], None] = lambda group: None
-        """Called in the driver, where it samples itself, with each group as it finishes: ``collect`` waits for all."""
+        """Callback of a driver that samples itself, with each group as it finishes: ``collect`` waits for all."""
         self._pending: deque[GroupRequest] = deque()
         self._in_flight: dict[Any, PendingGroup] = {}  # by the reference of the summary
-        self._is_held = False  # what is queued stays there
-        self._num_extra = 0  # flights of groups that another flight or result stands for
+        self._is_held = False  # queued groups stay queued
+        self._num_extra = 0  # flights of groups that have another flight or a result
         self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
         self._fault_tolerance = config.debugging.fault_tolerance
         self.num_hedged = 0
@@ -124,7 +123,7 @@ class EnvRunnerGroup:
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._local: EnvRunner | None = None
         self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
-        # trajectories; twice what a runner runs at once, so that the next request is there when one ends
+        # trajectories: twice the number that a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
         self.fleet = Fleet[Pulse](
             "env runner",
@@ -162,21 +161,21 @@ class EnvRunnerGroup:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not collected."""
+        """Number of requests submitted and not collected."""
         return len(self._pending) + len(self._in_flight) - self._num_extra + len(self._finished)
 
     @property
     def num_finished(self) -> int:
-        """Groups that are finished and not collected."""
+        """Number of groups that are finished and not collected."""
         return len(self._finished)
 
     @property
     def num_healthy(self) -> int:
-        """Runners that take requests."""
+        """Number of runners that take requests."""
         return 1 if self._local is not None else self.fleet.num(MemberState.READY)
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        """Return the load for the fleet's autoscaler; requests are trajectories."""
         self._account()
         return FleetState(
             time.monotonic(),
@@ -189,9 +188,9 @@ class EnvRunnerGroup:
         )
 
     def scale_to(self, num_env_runners: int) -> None:
-        """Add runners, or let some drain, while the others sample; a runner that drains is not counted.
+        """Add runners, or let some drain, while the others sample; a draining runner is not counted.
 
-        Removes those first that are lost or still start, and then those with the least to do.
+        Runners that are lost or still starting are removed first, then those with the least load.
         """
         assert self._local is None and num_env_runners >= 1, num_env_runners
         self.fleet.scale_to(num_env_runners, lambda runner: self._num_in_flight[runner.index])
@@ -199,11 +198,11 @@ class EnvRunnerGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The actors of the runners that can be called."""
+        """Actors of the runners that can be called."""
         return [runner.actors[0] for runner in self.fleet.serving]
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` those by a hang.
+        """Return health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` the hangs.
 
         ``load`` is the number of trajectories in flight per healthy runner and ``queue`` the number of groups that wait
         for a runner, both averaged over the calls of ``collect`` since the last call of this method.
@@ -221,7 +220,7 @@ class EnvRunnerGroup:
         }
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
-        """Return ``func(runner)`` of every healthy runner, from its process; ``FleetError`` if it raised or died."""
+        """Return ``func(runner)`` for every healthy runner, from its process; ``FleetError`` if it raised or died."""
         if self._local is not None:
             return [func(self._local)]
         calls: list[Any] = [actor.apply.remote(func) for actor in self.actors]
@@ -231,7 +230,7 @@ class EnvRunnerGroup:
             raise FleetError(f"foreach_env_runner: {last_line(error)}") from error
 
     def submit(self, request: GroupRequest, *, is_urgent: bool = False) -> None:
-        """Queue a group; one that is urgent before those that wait for a runner."""
+        """Queue a group; an urgent one goes before those that wait for a runner."""
         if is_urgent:
             self._pending.appendleft(request)
         else:
@@ -240,10 +239,10 @@ class EnvRunnerGroup:
             self._dispatch()
 
     def collect(self) -> list[FinishedGroup]:
-        """Wait until a group is finished and return all finished groups; nothing if none was submitted.
+        """Wait until a group is finished and return all finished groups; return none if none was submitted.
 
         Raises:
-            FleetError: no runner is left and none comes back; the message has the reason of the last.
+            FleetError: no runner is left and none comes back; the message has the last one's reason.
         """
         if self._local is not None:
             self._loads.append((float(sum(request.num_trajectories for request in self._pending)), 0))
@@ -283,7 +282,7 @@ class EnvRunnerGroup:
             self._is_held = False
 
     def poll(self) -> None:
-        """Do without waiting what ``collect`` does: note finished groups, give out requests, look after runners."""
+        """Note finished groups, give out requests and look after runners, like ``collect`` but without waiting."""
         if self._local is not None:
             return
         self._account()
@@ -330,18 +329,18 @@ class EnvRunnerGroup:
         return {_life(runner): runner.actors[0] for runner in self.fleet.serving}
 
     def expect(self, version: int) -> None:
-        """Note a version that a transport publishes; runners that come back wait for ``offer``."""
+        """Note a version that a transport publishes; returning runners wait for ``offer``."""
         self._version, self._weights = version, None
         self.admissions.clear()  # they may carry older weights
 
     @property
     def needs_weights(self) -> bool:
-        """Whether a runner that came back waits for the weights of the version that ``expect`` named."""
+        """Whether a returned runner waits for the weights of the version that ``expect`` named."""
         is_expected = self._version is not None and self._weights is None
         return is_expected and any(_waits(runner) for runner in self.fleet.members)
 
     def offer(self, weights: Any) -> None:
-        """Give the runners that come back the weights of the newest version, or an ``ObjectRef`` of them."""
+        """Give returning runners the weights of the newest version, or an ``ObjectRef`` of them."""
         self._weights = weights
 
     def _admit(self) -> None:
@@ -366,10 +365,10 @@ class EnvRunnerGroup:
         self.fleet.admit(runner_id)
 
     def update_weights(self, weights: Any, version: int, receivers: Collection[str] | None = None) -> None:
-        """Publish a policy version, and keep it for runners that come back later.
+        """Publish a policy version, and keep it for runners that return later.
 
-        ``weights`` is ``{name: array}``, or an ``ObjectRef`` of it; ``receivers`` names those that need it, None is
-        every runner.
+        ``weights`` is ``{name: array}``, or an ``ObjectRef`` of it; ``receivers`` names the runners that need it, None
+        means all.
         """
         if self._local is not None:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
@@ -380,9 +379,9 @@ class EnvRunnerGroup:
         self.call_engines("update_weights", weights, version, receivers=receivers)
 
     def wait_for_restarts(self) -> None:
-        """Wait for the runners that load their engine after a restart; one that takes too long is ended.
+        """Wait for the runners that load their engine after a restart; a runner that takes too long is ended.
 
-        Afterwards none loads until the next ``collect``: a runner that restarts meanwhile waits to be called.
+        Then none loads until the next ``collect``: a runner that restarts meanwhile waits for its call.
         """
         handles = {runner.id: runner.actors[0] for runner in self.fleet.members}
         loading = {call: runner_id for runner_id, call in self.admissions.items() if runner_id in handles}
@@ -417,7 +416,7 @@ class EnvRunnerGroup:
         self._finished.clear()
 
     def _dispatch(self) -> None:
-        with self.fleet.changed:  # so that a runner that is chosen has a process
+        with self.fleet.changed:  # so that a chosen runner has a process
             while self._pending and not self._is_held:
                 runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
                 if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
@@ -432,7 +431,7 @@ class EnvRunnerGroup:
         return flight
 
     def _hedge(self) -> None:
-        """Send groups that take long to runners that have nothing to do, once each."""
+        """Send groups that take long to idle runners, once each."""
         has_work = self._pending and not self._is_held
         if not self._fault_tolerance.hedge_factor or has_work:
             return
@@ -503,5 +502,5 @@ def _life(runner: Member[Pulse]) -> str:
 
 
 def _waits(runner: Member[Pulse]) -> bool:
-    """Whether a runner is up and waits to be admitted."""
+    """Return whether a runner is up and waits to be admitted."""
     return runner.is_up and not runner.is_admitted and runner.state is MemberState.STARTING

@@ -1,6 +1,6 @@
-"""A group of trajectories on its way: what is asked of an env runner, and what the driver gets of it.
+"""Groups of trajectories: requests to env runners, and the results for the driver.
 
-``GroupRequest`` goes to a runner; a ``GroupSummary`` comes back, and a reference to the tokens, as a ``FinishedGroup``.
+A ``GroupRequest`` goes to a runner; a ``GroupSummary`` and a reference to the tokens come back as a ``FinishedGroup``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from ragr1_actors.core.types import Failure, StopReason, Task, TokenKind, Trajec
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """A group to sample: ``GroupRequest("world/train/17#2", task, num_trajectories=8, temperature=1.0, epoch=2)``."""
+    """Request for a group: ``GroupRequest("world/train/17#2", task, num_trajectories=8, temperature=1.0, epoch=2)``."""
 
     issue_id: str
-    """Task and epoch. All attempts share it, so that a task that is trained twice is counted."""
+    """Id of task and epoch. All attempts share it, so that a task that is trained twice is noticed."""
     task: Task
     num_trajectories: int = 1
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     epoch: int = 0
     attempt: int = 0
-    """Times that the group was asked for before in this epoch."""
+    """Number of times that the group was asked for before in this epoch."""
     num_failures: int = 0
-    """Attempts with a failure of the data."""
+    """Number of attempts with a failure of the data."""
     num_outages: int = 0
-    """Attempts with a failure of the infrastructure only."""
+    """Number of attempts with a failure of the infrastructure only."""
     policy_version: int = 0
-    """The newest version when the group was asked for; no token of it is sampled with an older one."""
+    """Newest version when the group was asked for; no token of it is sampled with an older one."""
     context: RewardContext = field(default_factory=lambda: RewardContext("eval"))
-    """For the reward."""
+    """Context for the reward."""
 
     @property
     def group_id(self) -> str:
-        """Unique per attempt: the sampling seeds depend on it."""
+        """Id that is unique per attempt, on which the sampling seeds depend."""
         return f"{self.issue_id}.{self.attempt}" if self.attempt else self.issue_id
 
     def trajectory_id(self, index: int) -> str:
@@ -45,26 +45,26 @@ class GroupRequest:
         return f"{self.group_id}/{index}"
 
     def failed(self, failure: Failure) -> GroupRequest:
-        """Return the request with one more attempt that failed."""
+        """Return the request with one more failed attempt."""
         is_data = failure is Failure.DATA
         return replace(self, num_failures=self.num_failures + is_data, num_outages=self.num_outages + (not is_data))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """What the driver knows of a group; it never reads the group's tokens."""
+    """Summary of a group for the driver, which never reads the group's tokens."""
 
     rewards: tuple[float, ...]  # [num_trajectories that did not fail]
     num_failed: int
     errors: tuple[str, ...]
     oldest_version: int
-    """The lowest policy version of any token; -1 if none was sampled."""
+    """Lowest policy version of any token; -1 if none was sampled."""
     means: dict[str, float]
-    """Over the trajectories that did not fail: turns, tokens, stop reasons, measures, the environment's metrics."""
+    """Means over trajectories that did not fail: turns, tokens, stop reasons, measures, environment's metrics."""
     data_errors: tuple[str, ...] = ()
-    """Those of ``errors`` that are ``Failure.DATA``."""
+    """Errors with ``Failure.DATA``."""
     stop_reasons: tuple[StopReason, ...] = ()
-    """Reasons of the trajectories that failed."""
+    """Stop reasons of the trajectories that failed."""
     samples: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Values whose histograms are drawn: per trajectory that did not fail, and per turn with calls."""
     num_sampled_tokens: int = 0
@@ -73,16 +73,16 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A sampled group: its summary, and a reference to its tokens."""
+    """Sampled group: its summary, and a reference to its tokens."""
 
     request: GroupRequest
     summary: GroupSummary
     batch: Any
-    """``ray.ObjectRef`` of the group's record batch; the record batch itself if the driver samples."""
+    """``ray.ObjectRef`` of the group's record batch, or the batch itself if the driver samples."""
 
 
 def summarize(group: TrajectoryGroup) -> GroupSummary:
-    """Return what the driver needs of a group, for its task ledger and metrics."""
+    """Return the summary of a group for task ledger and metrics."""
     kept = [t for t in group.trajectories if not t.stop_reason.is_failure]
     totals: Counter[str] = Counter()
     for trajectory in kept:

@@ -1,4 +1,4 @@
-"""Recorder: what one attempt at a task has become so far, as rows of token ids.
+"""Recorder: one attempt at a task so far, as rows of token ids.
 
 ::
 
@@ -6,7 +6,7 @@
     generate()          the policy's turn   [ P  P  P | M  M  M ]
     add(messages)       what follows it     [ P  P  P | M  M  M | O  O  N ]
 
-A row only ever grows, and nothing in it is encoded again. An attempt has one row, unless its conversation is rewritten:
+A row only grows, and nothing in it is encoded again. An attempt has one row, unless its conversation is rewritten:
 ``restart`` then opens another, which is PROMPT as a whole. So every sampled token is MODEL in exactly one row.
 """
 
@@ -42,11 +42,11 @@ from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFo
 T = TypeVar("T")
 
 Fork = tuple[Trajectory, int, str]
-"""Parent, the number of its turns that are kept, and a text written into the next turn: ``(one, 2, "Wait,")``."""
+"""Parent, number of its turns that are kept, and text written into the next turn: ``(one, 2, "Wait,")``."""
 
 
 class Tokenizer(PromptTokenizer, Protocol):
-    """The methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
+    """Methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
 
     def defuse(self, text: str) -> str: ...  # noqa: D102
     def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
@@ -55,16 +55,16 @@ class Tokenizer(PromptTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of a turn is read while it is sampled."""
+    """Functions and strings with which the text of a turn is read while it is sampled."""
 
     stop: tuple[str, ...] = ()
-    """The strings that end a turn."""
+    """Strings that end a turn."""
     tools: Sequence[ToolSchema] = ()
-    """The tools that the policy is told of."""
+    """Tools that are described to the policy."""
     left_open: Callable[[str], str] = lambda text: ""
-    """See ``TextEnv.left_open``."""
+    """Function that returns an open tag; see ``TextEnv.left_open``."""
     watchers: tuple[OnText, ...] = ()
-    """Called with the turn's text so far, from what was open when it began; for none, an engine decodes no part."""
+    """Callbacks with the turn's text so far, open tag included; without any, an engine decodes no part."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class _Row:
         self.versions += [-1] * len(ids)
 
     def sample(self, completion: Completion) -> None:
-        """Append what the policy sampled."""
+        """Append a sampled completion."""
         self.ids += completion.token_ids
         self.kinds += [TokenKind.MODEL] * len(completion.token_ids)
         self.logprobs += completion.logprobs
@@ -90,7 +90,7 @@ class _Row:
 
 
 class Recorder:
-    """Records one attempt. Failures are the caller's: what was recorded before one is kept."""
+    """Recorder of one attempt. The caller handles failures: what was recorded before one is kept."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class Recorder:
     ) -> None:
         """Begin without a row; ``sampling`` is for each turn, and its ``stop`` and ``seed`` are set here.
 
-        ``chat`` frames prompts and what follows a turn; without it, as in ``tags``. ``max_context_tokens`` limits each
-        row. ``trajectory_id`` is unique: it is the engine's request id and, as is ``run_seed``, a part of the sampling
+        ``chat`` frames prompts and messages after a turn; the default is ``tags``. ``max_context_tokens`` limits each
+        row. ``trajectory_id`` is unique: it is the engine's request id and, like ``run_seed``, a part of the sampling
         seeds.
         """
         self.trajectory_id, self._run_seed, self._variant = trajectory_id, run_seed, variant
@@ -115,10 +115,10 @@ class Recorder:
         self._chat = chat if chat is not None else TagsFormat(tokenizer)
         self.max_context_tokens = max_context_tokens
         self._rows: list[_Row] = []
-        self._messages: list[Message] = []  # the conversation, where a chat format needs it
-        self._completion = Completion([], [], [], "", FinishReason.STOP)  # the last turn's, without what was open
-        self._opened = ""  # what the next turn begins in, such as <think>
-        self._begun = ""  # the same, with what code wrote behind it
+        self._messages: list[Message] = []  # the conversation, if a chat format needs it
+        self._completion = Completion([], [], [], "", FinishReason.STOP)  # of the last turn, without what was open
+        self._opened = ""  # text with which the next turn begins, such as <think>
+        self._begun = ""  # the same, with text of code after it
         self.turns: list[Turn] = []
 
     def defuse(self, text: str) -> str:
@@ -127,17 +127,17 @@ class Recorder:
 
     @property
     def seed(self) -> int:
-        """The seed of this attempt, for its environment."""
+        """Seed of this attempt, for its environment."""
         return turn_seed(self._run_seed, self.trajectory_id, -1)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the last row."""
+        """Number of tokens of the last row."""
         return len(self._rows[-1].ids)
 
     @property
     def room(self) -> int:
-        """Tokens that the last row can still take."""
+        """Number of tokens for which the last row has room."""
         return self.max_context_tokens - self.num_tokens
 
     def restart(self, messages: Sequence[Message], reading: Reading) -> None:
@@ -156,8 +156,8 @@ class Recorder:
     ) -> list[tuple[Completion, str]]:
         """Begin as the parent before its turn ``num_turns``, with ``inject`` written into the next turn.
 
-        ``messages`` are the conversation before the parent's first turn. Returns the turns that were copied, for the
-        environment to act on, each with all of its text; ``copied`` takes that, and what the environment says.
+        ``messages`` are the conversation before the parent's first turn. It returns the copied turns, on which the
+        environment acts, each with all of its text; ``copied`` takes that and the environment's reply.
 
         Raises:
             ConfigError: the parent failed, or has no such turn.
@@ -178,7 +178,7 @@ class Recorder:
         return copied
 
     def copied(self, turn: str, reply: Sequence[Message], reading: Reading) -> None:
-        """Keep what a turn that was copied was answered with, for the conversation."""
+        """Keep the reply to a copied turn, for the conversation."""
         self._note(turn, reading)
         self._messages += reply
 
@@ -199,7 +199,7 @@ class Recorder:
         return Completion(ids, logprobs, versions, text, turn.finish_reason), whole
 
     def _begin(self, parent: Trajectory, at: int, reading: Reading) -> None:
-        """Note what template and code had put before the first sampled token of a turn, which is at a position."""
+        """Note the text of template and code before the first sampled token of a turn, which is at position ``at``."""
         start = at
         while parent.kinds[start - 1] == TokenKind.INJECTED:
             start -= 1
@@ -218,15 +218,15 @@ class Recorder:
         self._open(text, reading)
 
     def _open(self, text: str, reading: Reading) -> None:
-        """Note a text that code writes into a turn, and what it leaves open."""
+        """Note a text that code writes into a turn, and the tag that it leaves open."""
         if text:
             self._begun += text
             self._opened = reading.left_open(self._opened + text)
 
     def add(self, messages: Sequence[Message], reading: Reading) -> bool:
-        """Append what follows a turn; False, and nothing is appended, if no turn would fit behind it.
+        """Append messages after a turn; return False and append nothing if no turn would fit after them.
 
-        Where the chat format frames what was said before in another way now, a row with all of it is opened.
+        If the chat format now frames earlier messages differently, a row with all of them is opened.
         """
         before, self._messages = self._messages, [*self._messages, *messages]
         row = self._rows[-1]
@@ -244,10 +244,10 @@ class Recorder:
         return True
 
     async def generate(self, reading: Reading, max_tokens: int | None = None) -> Completion:
-        """Sample a turn and append it, of ``max_tokens`` at most; its text begins with what was open before it.
+        """Sample a turn of at most ``max_tokens`` and append it; its text begins with the tag that was open before it.
 
-        An engine ends a part of a turn at any stop string; at one that the turn leaves open, such as a tag that a
-        thought mentions, the next part begins.
+        An engine ends a part of a turn at any stop string; after one that does not end the turn, such as a tag in a
+        thought, the next part begins.
 
         Raises:
             EngineError: the engine failed, or returned a log-prob that is not finite.
@@ -272,7 +272,7 @@ class Recorder:
         self._messages.append(Message("assistant", parsed.content, parsed.calls))
 
     def end_turn(self, action: str, calls: tuple[ToolCall, ...], reply: str, reward: float) -> Turn:
-        """Record what the turn that was generated did, and the text that it was answered with."""
+        """Record the action of the generated turn, and the text of the reply."""
         one = self._completion
         turn = Turn(one.text, len(one.token_ids), action, calls, reply, reward, one.finish_reason)
         self.turns.append(turn)
@@ -287,7 +287,7 @@ class Recorder:
         error: str = "",
         metrics: dict[str, float] | None = None,
     ) -> Trajectory:
-        """Return what was recorded so far, with the rewards of its turns unless it failed."""
+        """Return the recorded trajectory so far, with the rewards of its turns unless it failed."""
         rows = [row for row in self._rows if TokenKind.MODEL in row.kinds] or self._rows[:1]
         return Trajectory(
             trajectory_id=self.trajectory_id,
@@ -338,7 +338,7 @@ def turn_seed(seed: int, trajectory_id: str, turn: int) -> int:
 
 
 def can_fork(parent: Trajectory, num_turns: int) -> bool:
-    """Return whether the parent did not fail, and has a turn behind ``num_turns`` others."""
+    """Return whether the parent did not fail, and has a turn after ``num_turns`` others."""
     return not parent.stop_reason.is_failure and 0 <= num_turns < len(parent.turns)
 
 

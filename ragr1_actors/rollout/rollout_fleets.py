@@ -56,18 +56,18 @@ class TaskRound:
         max_unfinished: int,
         is_urgent: bool,
     ) -> None:
-        """Submit the requests, each of another task, ``max_unfinished`` at a time; ``on_group`` gets every group."""
+        """Submit the requests, of different tasks, ``max_unfinished`` at a time; ``on_group`` gets every group."""
         self._is_urgent = is_urgent
         self._env_runners, self._on_group = env_runners, on_group
         self._num_tries, self._max_unfinished = num_tries, max_unfinished
         self._num_tasks = len(requests)
         self._waiting = deque(requests)
-        self._open: set[str] = set()  # of the submitted tasks
+        self._open: set[str] = set()  # ids of the submitted tasks
         self._error = ""
         self.groups: list[FinishedGroup] = []
         """Finished groups in the order of their ends; with failed trajectories, too."""
         self.num_failed = 0
-        """Tasks that failed in every try."""
+        """Number of tasks that failed in every try."""
         self._submit()
 
     @property
@@ -77,11 +77,11 @@ class TaskRound:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that were submitted and not taken."""
+        """Number of requests that were submitted and not taken."""
         return len(self._open)
 
     def take(self, group: FinishedGroup) -> bool:
-        """Note a finished group, and submit the next tasks; False, and nothing is done, if it is no group of this.
+        """Note a finished group, and submit the next tasks; return False and do nothing for a group of other requests.
 
         Raises:
             FleetError: every task failed.
@@ -118,7 +118,7 @@ class TaskRound:
 
 
 class RolloutFleets:
-    """An ``EnvRunnerGroup`` that searches with a ``RetrieverGroup``. Both start together and stop together."""
+    """``EnvRunnerGroup`` that searches with a ``RetrieverGroup``. Both start together and stop together."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class RolloutFleets:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 
         ``index_dir`` is None if ``retrieval.type`` needs no index. ``placement`` has the nodes of the actors; the
-        default is made here. ``share`` returns what actors get for the folders of retrieval.
+        default is made here. ``share`` returns the form in which actors get the folders of retrieval.
 
         Raises:
             UserError: the index or a setting cannot be used.
@@ -240,7 +240,7 @@ class RolloutFleets:
         return asyncio.run(play())
 
     def measure_recall(self, tasks: Sequence[Task]) -> dict[str, float]:
-        """Return ``supporting_recall`` of what the retrievers find; empty if there is no index or no known evidence.
+        """Return ``supporting_recall`` of the retrievers; empty if there is no index or no known evidence.
 
         Raises:
             RetrievalError: a search failed on every replica.
@@ -250,7 +250,7 @@ class RolloutFleets:
         return asyncio.run(supporting_recall(self.retrievers.retriever(), Corpus.open(self._index_dir), tasks))
 
     def metrics(self) -> dict[str, float]:
-        """Health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/retriever_busy": 0.3, ...}``."""
+        """Return health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/encoder_busy": 0.3}``."""
         runners = {f"env_runners/{name}": value for name, value in self.env_runners.metrics().items()}
         return runners | self.retrievers.metrics()
 
@@ -267,7 +267,7 @@ def session_for(
 ) -> AbstractContextManager[None]:
     """Return a Ray session with room for every actor of a run; see ``session_with_room``.
 
-    ``config`` is a ``RunConfig`` if there are learners, too.
+    ``config`` is a ``RunConfig`` if there are also learners.
     """
     has_index = needs_index(config.retrieval.type)
     most = actor_demands(_largest(config), has_index=has_index)
@@ -275,9 +275,9 @@ def session_for(
 
 
 def describe_loading(config: SamplerConfig) -> str:
-    """Return what loads at the start: ``loading 2 env runners, 1 retriever and 1 learner rank``.
+    """Return the text of the start: ``loading 2 env runners, 1 retriever and 1 learner rank``.
 
-    What has no actors loads in this process: ``loading the policy and the index``.
+    Parts without actors load in this process: ``loading the policy and the index``.
     """
     runners, retrieval, has_index = config.env_runners, config.retrieval, needs_index(config.retrieval.type)
     num_retrievers = retrieval.num_retrievers * retrieval.num_shards
@@ -297,7 +297,7 @@ def _parts(count: int, role: str, here: str) -> str:
 
 
 def _largest(config: SamplerConfig) -> SamplerConfig:
-    """Return the configuration with every fleet at its largest; a person may choose more on a live run."""
+    """Return the configuration with every fleet at its largest; a person may choose larger ones on a live run."""
     runners, retrieval = config.env_runners, config.retrieval
     sizes = {
         "num_env_runners": (runners.num_env_runners, runners.autoscaling),

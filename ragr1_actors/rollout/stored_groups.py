@@ -1,4 +1,4 @@
-"""StoredGroups: trajectories that were sampled before, by another run, another policy or another system.
+"""StoredGroups: trajectories that another run, policy or system sampled earlier.
 
 ``training.from_trajectories`` names their folder; ``training/stored_fleet.py`` trains on them.
 """
@@ -19,18 +19,18 @@ from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
 
 KEY = "training.from_trajectories"
 _NUM_COMPARED = 8
-"""Trajectories of each file whose first turn is decoded; one that is read as it was sampled is enough."""
+"""Number of trajectories of each file whose first turn is decoded; one that matches its text is enough."""
 _NOT_TRAINED = ("eval_", "demonstrations.", WRITING)
-"""With what the names of a run's other files begin."""
+"""Beginnings of the names of a run's files that are not trained on."""
 _ROUNDING = 1e-3
-"""A log-prob may be above 0 by so much."""
+"""Amount by which a log-prob may be above 0."""
 
 
 class StoredGroups:
-    """The groups of a folder by task, in memory; trajectories that failed are left out."""
+    """Groups of a folder by task, in memory; trajectories that failed are left out."""
 
     def __init__(self, folder: Path) -> None:
-        """Read a run's training batches; of a folder that is no run these too, or else all but what a run evaluated.
+        """Read a run's training batches; in a folder that is no run, these or else all files except evaluations.
 
         Raises:
             DataError: there is no file, no trajectory that did not fail, or a damaged file.
@@ -44,7 +44,7 @@ class StoredGroups:
             for one in kept:
                 if problem := problem_of_arrays(one):
                     raise DataError(f"{KEY}: {path}: {one.trajectory_id} has {problem}; leave it out, or write it anew")
-            if len(kept) > 1 or len(kept) == len(group.trajectories):  # what is left of several has no baseline alone
+            if len(kept) > 1 or len(kept) == len(group.trajectories):  # the rest of several has no baseline alone
                 self._groups[group.task.task_id].append(replace(group, trajectories=kept))
                 self._compared[path] += kept[: len(self._compared[path]) < _NUM_COMPARED]
         if not self._groups:
@@ -54,7 +54,7 @@ class StoredGroups:
             )
 
     def check_tokens(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Raise a ``DataError`` if a file's token ids are other texts to a policy than to the one that sampled them."""
+        """Raise a ``DataError`` if a file's token ids are other texts for this policy than for the sampling one."""
         for path, trajectories in self._compared.items():
             pairs = [
                 (decode(one.token_ids[one.turn_positions[0]].tolist()), one.turns[0].completion_text)
@@ -70,11 +70,11 @@ class StoredGroups:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The tasks that have groups, in the order of the files."""
+        """Tasks that have groups, in the order of the files."""
         return tuple(groups[0].task for groups in self._groups.values())
 
     def group(self, task_id: str, epoch: int) -> TrajectoryGroup:
-        """Return a group of a task: in each epoch the next one, and after the last the first."""
+        """Return a group of a task: the next one in each epoch, and the first one after the last."""
         groups = self._groups[task_id]
         return groups[epoch % len(groups)]
 
@@ -88,7 +88,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def problem_of_arrays(one: Trajectory) -> str:
-    """Return what cannot be trained on in the numbers of a trajectory; empty if all can be."""
+    """Return why the numbers of a trajectory cannot be trained on; empty if they can."""
     acted, rewards = one.behaviour_logprobs, (one.reward, *one.turn_rewards)
     arrays = {name: getattr(one, name) for name in ("kinds", "logprobs", "policy_versions")}
     lengths = {name: len(array) for name, array in arrays.items() if len(array) != one.num_tokens}

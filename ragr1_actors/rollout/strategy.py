@@ -1,4 +1,4 @@
-"""Rollout strategies: which attempts at a task make a group. Independent attempts are one of them.
+"""Rollout strategies: they choose the attempts at a task that make a group. Independent attempts are one of them.
 
 ::
 
@@ -39,7 +39,7 @@ from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
 
 KEY = "env_runners.strategy"
 _ROUNDING = 1e-3
-"""A log-prob may be above 0 by so much."""
+"""Amount by which a log-prob may be above 0."""
 
 
 class Play(Protocol):
@@ -58,7 +58,7 @@ class RolloutStrategy(ABC):
     """Chooses the attempts of a group; one instance serves all groups of an env runner."""
 
     options_class: ClassVar[type[Section] | None] = None
-    """Reads ``env_runners.strategy_options``. None hands the mapping to the constructor as it is."""
+    """Class that reads ``env_runners.strategy_options``. None: the constructor gets the mapping unchanged."""
 
     def __init__(self, options: Any) -> None:
         """Keep the options."""
@@ -66,9 +66,9 @@ class RolloutStrategy(ABC):
 
     @abstractmethod
     async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
-        """Return the group's trajectories, each of a ``play``; ``request.num_trajectories`` are asked for.
+        """Return the group's trajectories, each from a ``play``; ``request.num_trajectories`` is the requested number.
 
-        It is asked for the groups that are trained; an evaluation or a demonstration is one plain attempt.
+        It is called for groups that are trained; an evaluation or a demonstration is one plain attempt.
         """
 
 
@@ -87,12 +87,12 @@ STRATEGIES: dict[str, type[RolloutStrategy] | str] = {"independent": Independent
 
 
 def make_strategy(settings: EnvRunnerSettings) -> RolloutStrategy:
-    """Make the strategy that a recipe names; ``ConfigError`` if there is none, or its options do not fit."""
+    """Make the strategy that a recipe names; ``ConfigError`` if it is unknown, or its options do not fit."""
     return make_part(KEY, settings.strategy, STRATEGIES, settings.strategy_options)
 
 
 async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
-    """Let a strategy sample groups of 4 and of 1 over made-up attempts, every other of which is right."""
+    """Let a strategy sample groups of 4 and of 1 over made-up attempts, of which every other one is right."""
 
     async def play(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
         if fork is not None:
@@ -109,12 +109,11 @@ async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
 
 
 async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play: Play) -> list[Trajectory]:
-    """Return what ``sample`` returns.
+    """Return the result of ``sample`` after checks.
 
     Raises:
-        ConfigError: it is no list of trajectories, is empty, or has a trajectory twice, one that was not played here,
-            or one that was given numbers that cannot be learned from; or ``play`` is called in another way than
-            ``Play`` says.
+        ConfigError: it is not a list of trajectories, is empty, has a trajectory twice or one that was not played here,
+            or numbers that cannot be trained on; or ``play`` is called with other arguments.
     """
     played: dict[str, Trajectory] = {}
     order: list[str] = []
@@ -162,11 +161,11 @@ def _check_parent(index: int, parent: Trajectory, played: Mapping[str, Trajector
 
 
 _CHANGEABLE = ("reward", "turns", "behaviour_logprobs", "metrics", "variant")
-"""The fields of a trajectory that a strategy may change, and of its turns the reward."""
+"""Fields of a trajectory that a strategy may change; in its turns only the reward."""
 
 
 def _problem(changed: Trajectory, played: Trajectory) -> str:
-    """Return what is wrong with what a strategy made of a trajectory that it played; empty if nothing is."""
+    """Return what is wrong with a strategy's changes to a trajectory that it played; empty if nothing is."""
     for name in (field.name for field in fields(Trajectory) if field.name not in _CHANGEABLE):
         now, before = (getattr(one, name) for one in (changed, played))
         if not (np.array_equal(now, before) if isinstance(before, np.ndarray) else now == before):

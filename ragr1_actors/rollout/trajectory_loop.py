@@ -25,31 +25,31 @@ from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
 
 RewardCall = Callable[[Trajectory], Awaitable[RewardResult]]
-"""The reward of a trajectory that has ended."""
+"""Function that computes the reward of an ended trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a person sees of one trajectory while it grows; see ``ragr1 ask``. Both must return quickly."""
+    """Callbacks that show a growing trajectory to a person; see ``ragr1 ask``. Both must return quickly."""
 
     on_text: OnText
-    """Called with the text of the turn so far, behind what was open when it began, as the engine produces it."""
+    """Callback with the text of the turn so far, open tag included, as the engine produces it."""
     on_turn: Callable[[Turn], None]
-    """Called when a turn has ended and its calls are answered."""
+    """Callback for a turn that has ended and whose calls are answered."""
 
 
 class Attempt(Protocol):
-    """One attempt at a task: an environment in which the policy acts, or an agent that asks it."""
+    """Attempt at a task: an environment in which the policy acts, or an agent that asks it."""
 
     @property
     def source(self) -> Measured:
-        """Whose errors they are, and whose measures."""
+        """Source of the measures and the errors: an environment or an agent."""
 
     async def run(self, task: Task, fork: Fork | None) -> StopReason:
         """Take turns until the attempt ends, and return the reason; a ``fork`` begins as another trajectory."""
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
-        """Return what has been recorded so far."""
+        """Return the recorded trajectory so far."""
 
 
 async def run_trajectory(
@@ -58,9 +58,9 @@ async def run_trajectory(
     """Let the policy act, until it answers, reaches a limit, or the machinery fails.
 
     A failure of retrieval, engine or environment is not raised: the trajectory ends with a ``StopReason`` that names
-    it, keeps its tokens, and has no reward. Only a dead engine is raised.
+    it, keeps its tokens, and has no reward. Only the death of the engine is raised.
 
-    ``reward`` is asked for the trajectory at its end; what it gives is added to the environment's own rewards.
+    ``reward`` is called with the trajectory at its end; its result is added to the environment's rewards.
 
     Raises:
         EngineDeadError: no trajectory of this engine can continue.
@@ -80,16 +80,16 @@ async def run_trajectory(
         raise
     except EngineError as failure:
         stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
-    except Exception as failure:  # a user's environment or reward may raise anything; only its own trajectory ends
+    except Exception as failure:  # a user's environment or reward may raise anything; only its trajectory ends
         stop_reason, error = StopReason.ENV_ERROR, raised_at(failure, type(attempt.source))
     return attempt.trajectory(task, stop_reason, error)
 
 
 class EnvAttempt:
-    """An environment that acts, and what the recorder does not keep."""
+    """Environment that acts, with values that the recorder does not keep."""
 
     def __init__(self, env: TextEnv, recorder: Recorder, watch: Watch | None = None) -> None:
-        """Take a new environment and a new recorder; ``watch`` sees the trajectory grow, and changes nothing."""
+        """Take a new environment and a new recorder; ``watch`` gets the growing trajectory, and changes nothing."""
         self.source, self._recorder, self._watch = env, recorder, watch
         watchers: list[OnText] = [env.peek] if type(env).peek is not TextEnv.peek else []
         self._watchers = tuple(watchers) if watch is None else (*watchers, watch.on_text)
@@ -124,17 +124,17 @@ class EnvAttempt:
         return StopReason.CONTEXT_FULL
 
     async def _act_again(self, turns: Sequence[tuple[Completion, str]]) -> None:
-        """Bring the environment to where its turns had brought the parent's; ``ConfigError`` if it ends before."""
+        """Bring the environment to the parent's state after the copied turns; ``ConfigError`` if it ends before."""
         for number, (turn, whole) in enumerate(turns, start=1):
             result = check_result(await contained(self.source.act(turn)), self.source.act)
             if result.terminated or result.truncated:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))
-            self._recorder.turns[number - 1] = own  # the parent's has what the reward gave that turn, too
+            self._recorder.turns[number - 1] = own  # the parent's also has the reward function's part of that turn
             self._recorder.copied(whole, result.messages, self._reading())
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
-        """Return what has been recorded so far."""
+        """Return the recorded trajectory so far."""
         return self._recorder.trajectory(task, stop_reason, answer=self._answer, error=error, metrics=self._metrics)
 
     def _reading(self) -> Reading:

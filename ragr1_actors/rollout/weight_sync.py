@@ -1,4 +1,4 @@
-"""Publishing a policy version: from the learners into the engine of every env runner, by one of three transports.
+"""WeightSync: publishes policy versions from the learners into the engines of env runners, by one of three transports.
 
 object store   Learner rank 0 puts all weights into Ray's object store, once per node, and the runners read them part by
                part. Fits everywhere.
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Delivery:
-    """One policy version on its way: vLLM's ``VLLMWeightSyncClient`` over the runners' actors."""
+    """Delivery of one policy version: vLLM's ``VLLMWeightSyncClient`` over the runners' actors."""
 
     backend: Literal["host", "nccl", "ipc"]
     num_workers: int = 1  # processes of each engine that hold weights: tensor times pipeline parallelism
@@ -54,7 +54,7 @@ class Delivery:
     _pending: dict[Any, str] = field(default_factory=dict, init=False)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have every engine join. vLLM numbers the workers of one engine; here those of all have different ranks."""
+        """Let every engine join. vLLM numbers the workers of one engine; here all workers need different ranks."""
         for index, (name, handle) in enumerate(self.receivers.items()):
             info = dict(init_info)
             if "rank_offset" in info:
@@ -75,14 +75,14 @@ class Delivery:
         self.wait()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Wait for the call before, then begin one of every receiver's engine that has missed nothing so far."""
+        """Wait for the previous call, then begin one for every receiver that has missed nothing so far."""
         self.wait()
         for name, handle in self.receivers.items():
             if name not in self.missed:
                 self._pending[handle.call_engine.remote(method, *arguments)] = name
 
     def wait(self) -> None:
-        """Wait for what was called. A runner that does not answer in time hangs: it is killed, and Ray restarts it."""
+        """Wait for the calls. A runner that does not answer in time hangs: it is killed, and Ray restarts it."""
         pending, self._pending = self._pending, {}
         for call, error in wait_or_kill({call: self.receivers[name] for call, name in pending.items()}, self.timeout_s):
             if error is not None:
@@ -99,20 +99,20 @@ class PolicySource:
     stream: Iterator[tuple[str, Any]]
 
     def metadata(self) -> list[Any]:
-        """Name, dtype and shape of what iteration yields, as vLLM's ``ParamMeta``; nothing is gathered for it."""
+        """Return name, dtype and shape of each tensor, as vLLM's ``ParamMeta``, without gathering."""
         from vllm.distributed.weight_transfer import ParamMeta
 
         return [ParamMeta(t.name, self.learner.dtype, t.shape) for t in self.learner.published_tensors()]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and tensor, whole."""
+        """Yield name and whole tensor."""
         return self.stream
 
 
 def send(delivery: Delivery, learner: Learner) -> dict[str, str]:
-    """Send a version, on every rank; return on rank 0 which receivers missed it, and why.
+    """Send a version, on every rank; rank 0 returns the receivers that missed it, with the reasons.
 
-    Their engines go on with the version before, or wait for ``Engine.update_weights``.
+    Their engines continue with the previous version, or wait for ``Engine.update_weights``.
     """
     source = PolicySource(learner, ((tensor.name, tensor.gather()) for tensor in learner.published_tensors()))
     if delivery.backend != "host":
@@ -125,7 +125,7 @@ def send(delivery: Delivery, learner: Learner) -> dict[str, str]:
 
 
 def _send_by_host(delivery: Delivery, source: PolicySource, base: str) -> None:
-    """Send chunks through the object store; the next one is gathered while the runners load the one before."""
+    """Send chunks through the object store; the next one is gathered while the runners load the present one."""
     from safetensors.torch import save
 
     delivery.start_weight_update()
@@ -136,7 +136,7 @@ def _send_by_host(delivery: Delivery, source: PolicySource, base: str) -> None:
 
 
 _trainers: dict[tuple[str, ...], Any] = {}
-"""This rank's trainer engine of vLLM, by the receivers that it sends to: at most one, kept between versions."""
+"""Trainer engine of vLLM on this rank, by its receivers: at most one, kept between versions."""
 
 
 def _send_by_vllm(delivery: Delivery, source: PolicySource, rank: int) -> None:
@@ -148,11 +148,11 @@ def _send_by_vllm(delivery: Delivery, source: PolicySource, rank: int) -> None:
             _leave()
             _trainers[names] = _join(delivery, source, rank)
         trainer = _trainers[names]
-        if not (is_broadcast and missed):  # by ipc the other receivers go on
+        if not (is_broadcast and missed):  # by ipc the other receivers continue
             trainer.source, trainer.client = source, delivery
             trainer.send_weights()
     except (RuntimeError, ValueError, AssertionError, OSError) as error:  # of NCCL, CUDA, the store where ranks meet
-        if not is_broadcast:  # the other ranks wait for this one in vLLM's own gather: all have to start again
+        if not is_broadcast:  # the other ranks wait for this one in vLLM's gather: all have to start again
             raise
         missed.setdefault(names[0], one_line(error))
     if is_broadcast and missed:
@@ -167,12 +167,12 @@ def _leave() -> None:
 
 
 def _join(delivery: Delivery, source: PolicySource, rank: int) -> Any:
-    """Have the sender and the workers of all engines meet; return vLLM's trainer engine."""
+    """Let the sender and the workers of all engines meet; return vLLM's trainer engine."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, ipc_engine, nccl_engine
     from vllm.utils.network_utils import get_open_port
 
     if delivery.backend == "ipc":
-        # one parameter must fit into the buffer, which stays within the learner's part of the GPU
+        # One parameter must fit into the buffer, which stays within the learner's part of the GPU
         size = max(delivery.bucket_bytes, *(m.dtype.itemsize * int(np.prod(m.shape)) for m in source.metadata()))
         info = ipc_engine.IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=size)
     else:
@@ -187,7 +187,7 @@ def _join(delivery: Delivery, source: PolicySource, rank: int) -> Any:
 
 
 def _release_cache(learner: Learner) -> None:
-    """Give what an update used and torch still holds to the engine that wakes up on this device."""
+    """Give memory that torch still holds after an update to the engine that wakes up on this device."""
     from ragr1_actors.core.models.process_memory import release_cache
 
     release_cache(learner.device)
@@ -200,10 +200,10 @@ class WeightSync:
         """Publish by the transport of ``config``; with ``ipc``, the runners are awake and have version 0."""
         transport, runners = choose_transport(config), config.env_runners
         on_gpus = runners.num_gpus_per_env_runner and config.learners.num_gpus_per_learner
-        # adapters are small, and vLLM's transfer cannot merge them
+        # Adapters are small, and vLLM's transfer cannot merge them
         by_vllm = runners.engine == "vllm" and on_gpus and not config.learners.lora
         size = runners.engine_options.get
-        self.delivery = Delivery(  # of the version published last
+        self.delivery = Delivery(  # of the last published version
             backend="host" if not by_vllm else "ipc" if transport == "ipc" else "nccl",
             num_workers=int(size("tensor_parallel_size", 1)) * int(size("pipeline_parallel_size", 1)),
         )
@@ -223,7 +223,7 @@ class WeightSync:
         self._deliver()
 
     def make_room(self) -> None:
-        """Have the runners leave the devices that they share with learners, until ``publish``."""
+        """Let the runners leave the devices that they share with learners, until ``publish``."""
         if self.shares_devices and not self._has_room:
             self._env_runners.wait_for_restarts()  # an engine that loads takes memory, too
             self._env_runners.call_engines("sleep")
@@ -231,7 +231,7 @@ class WeightSync:
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """``make_room`` for a while, if there is none: at the end runners go on with the version published last."""
+        """Make room within the context, if there is none; then runners continue with the last published version."""
         if not self.shares_devices or self._has_room:
             yield
             return
@@ -244,7 +244,7 @@ class WeightSync:
             self._learners.foreach_learner(_release_cache)
             self._env_runners.call_engines("wake_up", "weights")
         version, receivers = self.delivery.version, self._env_runners.receivers
-        missed: dict[str, str] | None = None  # that is every runner
+        missed: dict[str, str] | None = None  # None means every runner
         if self._is_direct and receivers:
             missed, *_ = self._learners.foreach_learner(partial(send, replace(self.delivery, receivers=receivers)))
         if missed:
@@ -261,7 +261,7 @@ class WeightSync:
             self._has_room = False
 
     def catch_up(self) -> None:
-        """Give runners that came back the version published last, while the learners have nothing to do."""
+        """Give returned runners the last published version, while the learners are idle."""
         if self._env_runners.needs_weights:
             with self.room():
                 self._env_runners.offer(self._learners.weights_ref())

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its directory, checkpoints, metrics, trajectories and report."""
+"""Directory of a run: checkpoints, metrics, trajectories and report."""

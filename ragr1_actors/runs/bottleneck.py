@@ -1,4 +1,4 @@
-"""What limits the throughput of a run: a pure function of its loads, for simulations and the metrics of real runs."""
+"""Bottleneck of a run's throughput: a pure function of its loads, for simulations and the metrics of real runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ragr1_actors.runs.telemetry.metrics import is_iteration
 Limit = Literal["learner", "retrieval", "batch", "rollout"]
 
 BUSY_LEARNER, BUSY_LEARNER_IN_TURNS = 0.9, 0.5
-"""Share of its time that the learner works, from which on it is what limits: with a lag, and in turns with sampling."""
+"""Share of time that the learner works from which it is the bottleneck: with a lag, and in turns with sampling."""
 LONG_SEARCHES = 0.2
-"""Share of a trajectory's time that it waits for searches, from which on retrieval matters."""
+"""Share of a trajectory's time that it waits for searches, above which retrieval matters."""
 BUSY_RETRIEVERS = 0.7
-"""Share of their time that retrievers work, from which on queries queue for longer than they are searched."""
+"""Share of their time that retrievers work, above which queries wait longer than their search takes."""
 EMPTY_RUNNERS = 0.25
-"""Share of their trajectories that runners have in flight, below which more runners find nothing to do."""
+"""Share of their trajectories that runners have in flight, below which more runners have nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Load:
     learner_wait: float
     """Share of the time that the learner waited for a batch: ``time/sample_s`` of ``time/iteration_s``."""
     search_wait: float
-    """Share of a trajectory's time that it waited for searches: ``time/retrieval_waited_s`` of that and
+    """Share of a trajectory's time that it waited for searches: ``time/retrieval_waited_s`` of its sum with
     ``time/generation_s``."""
     retriever_busy: float
     """Share of their time that the retrievers worked: ``retrieval/retriever_busy``."""
     runner_load: float
-    """Trajectories in flight per runner, ``env_runners/load``, of ``env_runners.max_concurrent_trajectories``."""
+    """Trajectories in flight per runner, ``env_runners/load``, over ``env_runners.max_concurrent_trajectories``."""
     num_runners: int
     num_retrievers: int
     max_policy_lag: int
@@ -42,14 +42,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What limits the throughput, and what to do: ``Verdict("retrieval", "... add 3 retrievers")``."""
+    """Bottleneck of the throughput, and advice: ``Verdict("retrieval", "... add 3 retrievers")``."""
 
     limit: Limit
     advice: str
 
 
 def load_of_rows(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Load | None:
-    """Return the means of lines of ``metrics.jsonl``; None if none is of an iteration of RL, or no runner sampled.
+    """Return the means of lines of ``metrics.jsonl``; None without an iteration of RL, or if no runner sampled.
 
     Without runners the policy samples in the driver, between two updates.
     """
@@ -73,7 +73,7 @@ def load_of_rows(config: RunConfig, rows: Sequence[Mapping[str, Any]]) -> Load |
 
 
 def find_bottleneck(load: Load) -> Verdict:
-    """Name what limits the throughput; of several, the first: learner, retrieval, batch, rollout."""
+    """Return the bottleneck; of several, the first of learner, retrieval, batch and rollout."""
     waits, runners, retrievers = load.learner_wait, load.num_runners, load.num_retrievers
     enough = BUSY_LEARNER if load.max_policy_lag else BUSY_LEARNER_IN_TURNS
     in_turns = "" if load.max_policy_lag else "; with training.max_policy_lag=1 it would not wait while they sample"
@@ -98,7 +98,7 @@ def find_bottleneck(load: Load) -> Verdict:
             f"the runners have {load.runner_load:.0%} of the trajectories that they can have in flight: raise "
             f"training.train_batch_size or training.max_policy_lag, or take fewer than {runners} runners{in_turns}",
         )
-    # in turns, sampling of wait / (1 - wait) times the learning should become as long as it
+    # in turns, sampling takes wait / (1 - wait) times as long as learning, and should become as long
     wanted = runners * enough * (1 if load.max_policy_lag else 2 * waits) / max(0.01, 1 - waits)
     missing = max(1, math.ceil(wanted) - runners)
     return Verdict(

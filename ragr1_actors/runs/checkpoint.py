@@ -1,4 +1,4 @@
-"""The checkpoints of a run: folders that are whole or absent, and ``state.json``, the position of the run in each.
+"""Checkpoints of a run: folders that are whole or absent, each with ``state.json``, the position of the run.
 
 ::
 
@@ -14,8 +14,8 @@
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
       .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
-At a URI they are objects, see ``whole_folders.py``.
-Nothing is pickled: loading a checkpoint from another source cannot run code.
+At a URI they are objects, see ``whole_folders.py``. Nothing is pickled: loading a checkpoint from another source cannot
+run code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ragr1_actors.runs.telemetry.alarms import GuardState
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"
-"""The policy's score on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
+"""File with the policy's score on the held-out tasks: ``{"metric": "em", "value": 0.93}``."""
 BEST = "best"
 _STEP = re.compile(rf"{CHECKPOINTS}/step_(\d+)")
 
@@ -56,33 +56,33 @@ class _Stored(BaseModel):
 
 
 class TaskLedgerState(_Stored):
-    """The return value of ``TaskLedger.get_state``."""
+    """Books of the tasks, as ``TaskLedger.get_state`` returns them."""
 
     epoch: int = Field(ge=0)
     order: str
-    """Positions of the tasks that are left, in the order in which they come: int32 in base64, for 100,000 numbers of
-    JSON take a tenth of a second."""
+    """Positions of the tasks that are left, in their order: int32 in base64, since 100,000 numbers of JSON take a tenth
+    of a second."""
     due: bool
-    """Whether the curriculum is asked for another order of them before the next one is issued."""
+    """Whether the curriculum is asked for another order before the next task is issued."""
     issued: str
-    """A bit for each task, whether it was issued in this epoch, in base64."""
+    """Bit per task, whether it was issued in this epoch, in base64."""
     skipped: str
-    """The same of those that were skipped."""
+    """Bit per task, whether it was skipped in this epoch, in base64."""
     never_issued: int = Field(ge=0)
-    """Tasks that earlier epochs left out; they count as lost."""
+    """Number of tasks that earlier epochs left out; they count as lost."""
     tasks: str
     """Hash of the ids and questions of the training tasks, in their order."""
     outstanding: list[tuple[str, int, int, int, int]]
-    """Task id, epoch, attempt, failures and outages of each task that was issued and not yet trained: those in flight,
-    and those whose group was finished. A resumed run samples them again."""
+    """Task id, epoch, attempt, failures and outages of each task that was issued and not yet trained, in flight or with
+    a finished group. A resumed run samples them again."""
     counts: TaskCounts
     stats: str
-    """``pack_stats`` of ``training/task_stats.py``."""
+    """Stats of the tasks, packed by ``pack_stats`` of ``training/task_stats.py``."""
     failed_tasks: list[FailedTask]
 
 
 class RunState(_Stored):
-    """The content of ``state.json``: how far the run was at the checkpoint."""
+    """Content of ``state.json``: the position of the run at the checkpoint."""
 
     sft_step: int = Field(ge=0)
     iteration: int = Field(ge=0)
@@ -95,7 +95,7 @@ class RunState(_Stored):
 
 
 class TrainingRunState(_Stored):
-    """What ``TrainingRun`` stores in addition: the wall time so far in seconds, the finished stages and the guard."""
+    """Data that ``TrainingRun`` adds: wall time so far in seconds, finished stages and guard."""
 
     wall_s: float
     stages: list[StageReport]
@@ -109,25 +109,26 @@ def read_state(checkpoint: AnyFolder) -> RunState:
 
 
 class Checkpoints:
-    """The checkpoints of one run: the newest ``num_to_keep`` and the best one; each is whole or absent."""
+    """Checkpoints of one run: the newest ``num_to_keep`` and the best one; each is whole or absent."""
 
     def __init__(self, store: RunStore, num_to_keep: int = 2, best_metric: str = "") -> None:
-        """Keep the newest ``num_to_keep`` (at least 1) checkpoints, and that with the best metric if one is named."""
+        """Keep the newest ``num_to_keep`` (at least 1) checkpoints, and the one with the best metric, if it is
+        named."""
         self._store = store
         self._folders = store.folders
         self._num_to_keep = num_to_keep
         self._best_metric = best_metric
-        self._digests: Digests = {}  # of what the driver wrote
+        self._digests: Digests = {}  # digests of the driver's files
 
     def begin(self, step: int, write: Callable[[Path], None], score: float | None = None) -> FolderWriter:
-        """Begin a checkpoint, call ``write`` with a folder for the driver's files, and return where the ranks write.
+        """Begin a checkpoint, call ``write`` with a folder for the driver's files, and return the writer for the ranks.
 
         Only one checkpoint is written at a time; ``commit`` replaces one of the same step. ``score`` is the value of
         ``best_metric``; None keeps the score of the checkpoint that is replaced.
 
         Raises:
-            UserError: there is no room on disk, or the files cannot be written. Earlier checkpoints do not change,
-                also not when ``write`` raises.
+            UserError: the disk is full, or the files cannot be written. Earlier checkpoints do not change, even if
+                ``write`` raises.
         """
         name = checkpoint_name(step)
         with self._discarded_if_it_fails(name):
@@ -144,24 +145,24 @@ class Checkpoints:
         return writer
 
     def commit(self, step: int, finish: Callable[[], Digests] = dict) -> AnyFolder:
-        """Call ``finish``, which returns the digests of what the ranks wrote, make the checkpoint whole, and return it.
+        """Call ``finish``, which returns the digests of the ranks' files, make the checkpoint whole, and return it.
 
-        Removes older checkpoints beyond ``num_to_keep``, but not the best one; and newer checkpoints: the run was
-        resumed from before them. Raises as ``begin``; ``UserError`` too if a rank wrote elsewhere.
+        It removes older checkpoints beyond ``num_to_keep``, except the best one, and newer checkpoints, before which
+        the run was resumed. Errors are as in ``begin``; ``UserError`` also if a rank wrote elsewhere.
         """
         name = checkpoint_name(step)
         with self._discarded_if_it_fails(name):
             digests = finish() | self._digests
             with self._writer.part("list") as folder:
                 write_list(folder, digests)
-            self._store.upload()  # what the checkpoint refers to, such as the metrics so far
+            self._store.upload()  # the checkpoint refers to files such as the metrics so far
             found = self._folders.commit(name, [*digests, LIST_FILE])
             self._prune(step)
         return found
 
     @contextmanager
     def _discarded_if_it_fails(self, name: str) -> Iterator[None]:
-        """Remove what is half written if the block raises, Ctrl-C included."""
+        """Remove the unfinished checkpoint if the block raises, Ctrl-C included."""
         is_whole, place = False, f"{self._store}/{CHECKPOINTS}"
         try:
             yield
@@ -183,7 +184,7 @@ class Checkpoints:
         return bool(self._best_metric) and (best is None or score > best[0])
 
     def latest(self) -> AnyFolder | None:
-        """Return the newest whole checkpoint; None if there is none. Changes nothing."""
+        """Return the newest whole checkpoint; None if there is none. Nothing is changed."""
         return max(self._whole().items(), default=(0, None))[1]
 
     def best_until(self, step: int) -> AnyFolder | None:
@@ -244,7 +245,7 @@ class _Score:
 
 
 def _read_score(content: bytes, metric: str, where: str) -> float | None:
-    """Return the value in ``score.json`` of the checkpoint ``where``; None if it is of another metric, or damaged."""
+    """Return the value in ``score.json`` of the checkpoint ``where``; None if it has another metric, or is damaged."""
     try:
         found = validated(_Score, content, f"{where}/{SCORE_FILE}")
     except DataError as error:  # no reason to end a run

@@ -1,4 +1,4 @@
-"""Lease: which machine works in a run at a URI, where no lock of a file system is seen from another machine.
+"""Lease: shows which machine works in a run at a URI, since file locks are not seen from other machines.
 
 An object beside the run, ``lease.json``, is replaced every few seconds while a process works in it, and removed at its
 end::
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def this_machine() -> str:
-    """Return the host's name and the id of its last boot, where the system has one: ``gpu-7 4f5c2b1e-...``."""
+    """Return the host's name and the id of its last boot, if the system has one: ``gpu-7 4f5c2b1e-...``."""
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot_id}".strip()
 
@@ -37,13 +37,13 @@ class Lease:
 
     def __init__(self, storage: Storage, interval_s: float) -> None:
         """Prepare the lease at ``storage``, which the caller renews every ``interval_s``."""
-        self._storage = replace(storage, retry_s=0)  # a run goes on without its lease
+        self._storage = replace(storage, retry_s=0)  # a run continues without its lease
         self._interval_s = interval_s
         self._machine = this_machine()
         self._num_renewals = 0
 
     def take(self) -> None:
-        """Begin to hold the run; ``RunDirectoryError`` if a process of another machine works in it."""
+        """Begin to hold the run; raises ``RunDirectoryError`` if a process of another machine works in it."""
         found = self._read()
         if found is not None and found.get("machine") != self._machine:
             self._wait_for_end_of(found)
@@ -68,7 +68,7 @@ class Lease:
                 )
 
     def renew(self) -> None:
-        """Tell other machines that the run is in use; a storage that does not answer is left alone."""
+        """Tell other machines that the run is in use; errors of the storage are ignored."""
         self._num_renewals += 1
         content = {"machine": self._machine, "renewals": self._num_renewals}
         try:
@@ -77,7 +77,7 @@ class Lease:
             logger.warning("%s; other machines do not see that the run is in use", error)
 
     def give_back(self) -> None:
-        """Let other machines begin at once."""
+        """Remove the lease, so that other machines can begin at once."""
         try:
             self._storage.remove([LEASE_FILE])
         except UserError as error:
@@ -87,6 +87,6 @@ class Lease:
         try:
             content = self._storage.read(LEASE_FILE)
             found = None if content is None else json.loads(content)
-        except (UserError, ValueError):  # the storage does not answer, or the object is none of ours
+        except (UserError, ValueError):  # the storage does not answer, or the object is not a lease
             return None
         return found if isinstance(found, dict) else None

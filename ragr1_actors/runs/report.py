@@ -1,4 +1,4 @@
-"""The report of a run: ``report.json`` for programs (a ``RunReport``), and a table. ``report_page`` is for people."""
+"""Report of a run: ``report.json`` for programs (a ``RunReport``), and a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORT_HTML = "report.html"
 StageName = Literal["start", "sft", "rl"]
 STAGE_TITLES: dict[StageName, str] = {"start": "before SFT", "sft": "after SFT", "rl": "after RL"}
 SAMPLE_INTERVAL_S = 3.0
-"""Between two samples of the memory; one of a dozen processes takes about 0.05 s of one core."""
+"""Seconds between two samples of the memory; one of a dozen processes takes about 0.05 s of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class EvalResult:
     tokens: float
     """Tokens per task that the policy sampled."""
     num_tasks: int
-    """Tasks with a finished trajectory; the means are over these."""
+    """Number of tasks with a finished trajectory, over which the means are taken."""
     num_failed: int = 0
-    """Tasks that failed in every attempt for reasons other than the policy; they are in no mean."""
+    """Number of tasks that failed in every attempt for reasons other than the policy; no mean includes them."""
     measures: dict[str, float] = field(default_factory=dict)
-    """Means of the measures that only this environment has: ``{"ndcg": 0.71}``."""
+    """Means of measures that only this environment has: ``{"ndcg": 0.71}``."""
 
     def by_name(self) -> dict[str, float]:
         """Return every number under its name: ``{"em": 0.9, ..., "ndcg": 0.71}``."""
@@ -61,7 +61,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """The evaluation at the end of a stage, and the stage's wall time in seconds."""
+    """Evaluation at the end of a stage, and the stage's wall time in seconds."""
 
     stage: StageName
     eval: EvalResult
@@ -70,45 +70,45 @@ class StageReport:
 
 @dataclass(frozen=True, slots=True)
 class TaskCounts:
-    """How many training tasks were issued and how they ended. ``lost`` and ``doubled`` are 0 unless there is a bug."""
+    """Numbers of issued training tasks, by their end. ``lost`` and ``doubled`` are 0 unless there is a bug."""
 
     issued: NonNegativeInt
     trained: NonNegativeInt
     failed: NonNegativeInt
-    """Given up after too many failures; ``RunReport.failed_tasks`` names them."""
+    """Tasks given up after too many failures; ``RunReport.failed_tasks`` names them."""
     skipped: NonNegativeInt = field(default=0, kw_only=True)
-    """Passed over by the curriculum; they are not among the issued."""
+    """Tasks that the curriculum skipped; they do not count as issued."""
     lost: int
-    """Issued, but neither trained nor failed."""
+    """Tasks that were issued, but neither trained nor failed."""
     doubled: NonNegativeInt
-    """Trained more than once in an epoch."""
+    """Tasks that were trained more than once in an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The content of ``report.json``."""
+    """Content of ``report.json``."""
 
     stages: tuple[StageReport, ...]
     wall_s: float
     peak_rss_bytes: int
-    """Memory of the driver and its descendants, see ``PeakMemory``."""
+    """Largest memory of the driver and its descendants, see ``PeakMemory``."""
     tasks: TaskCounts
     ratios: dict[str, float] = field(default_factory=dict)
     """Further figures, such as ``{"recall@3": 0.61}``."""
     decisions: tuple[ScalingDecision, ...] = ()
-    """Sizes that the fleets got while the run was under way, those of ``metrics.jsonl``."""
+    """Sizes that the fleets got during the run, from ``metrics.jsonl``."""
     incidents: tuple[Incident, ...] = ()
-    """What failed and was mended, by ``metrics.jsonl``."""
+    """Failures that were mended, from ``metrics.jsonl``."""
     failed_tasks: tuple[FailedTask, ...] = ()
-    """Training tasks that were given up, with the reason; those that failed on their data are in quarantine."""
+    """Training tasks that were given up, with the reason; those with a failure of the data are in quarantine."""
     alarms: tuple[Alarm, ...] = ()
-    """Those of the collapse guard."""
+    """Alarms of the collapse guard."""
     gaps: tuple[Gap, ...] = ()
-    """What a damaged ``metrics.jsonl`` lacks."""
+    """Steps that a damaged ``metrics.jsonl`` lacks."""
 
 
 def write_report(run_dir: Path, report: RunReport) -> None:
-    """Write ``report.json``. With it the run is finished, so ``report.html`` is written before."""
+    """Write ``report.json``. It marks the run as finished, so ``report.html`` is written before it."""
     write_file(run_dir / REPORT_JSON, lambda writing: write_json(writing, asdict(report)))
 
 
@@ -150,7 +150,7 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
         self.peak_bytes = 0
-        """The largest sample so far."""
+        """Largest sample so far, in bytes."""
 
     def __enter__(self) -> Self:
         """Start the thread."""
@@ -173,19 +173,19 @@ class PeakMemory:
 def tree_memory_bytes() -> int:
     """Return the memory of this process and its descendants in bytes.
 
-    A process counts with its proportional set size where the system has one (Linux), so that memory shared between
-    processes, such as Ray's object store, counts once; elsewhere with its resident set size.
+    A process counts with its proportional set size if the system has one (Linux), so that memory shared between
+    processes, such as Ray's object store, counts once; else with its resident set size.
     """
     process = psutil.Process()
     return sum(_process_bytes(one) for one in (process, *process.children(recursive=True)))
 
 
 def _process_bytes(process: psutil.Process) -> int:
-    with suppress(psutil.Error):  # it has ended
+    with suppress(psutil.Error):  # the process has ended
         try:
             memory = process.memory_full_info()
             return int(memory.pss if psutil.LINUX else memory.rss)
-        except psutil.AccessDenied:  # a process of another user
+        except psutil.AccessDenied:  # the process belongs to another user
             return int(process.memory_info().rss)
     return 0
 

@@ -1,4 +1,4 @@
-"""The directory of a run: makes and opens it, finds its checkpoints, and writes its trajectories.
+"""Run directory: functions that make and open it, find its checkpoints, and write its trajectories.
 
 Imports neither torch nor Ray at the top, so that the command line reports a wrong path within a second.
 """
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.yaml"
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
-"""What a run makes before it learns; the configuration is removed last, or a next run would use this index."""
+"""Files that a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
 def create_run_directory(config: RunConfig, run_dir: Path | RunStore) -> None:
-    """Make the directory of a new run; ``RunDirectoryError`` if it holds a run already, or cannot be made."""
+    """Make the directory of a new run; ``RunDirectoryError`` if it already holds a run, or cannot be made."""
     store = find_store(run_dir)
     try:
         store.load()
@@ -56,7 +56,7 @@ def create_run_directory(config: RunConfig, run_dir: Path | RunStore) -> None:
 
 
 def stored_tools(run_dir: Path | RunStore) -> dict[str, list[dict[str, Any]]]:
-    """Return the tools that each server of ``environment.mcp`` listed before a run, by its name; empty without one."""
+    """Return the tools that each server of ``environment.mcp`` listed before a run, by server; maybe empty."""
     store = find_store(run_dir)
     store.load()
     path = store.path / MCP_FILE
@@ -65,15 +65,15 @@ def stored_tools(run_dir: Path | RunStore) -> dict[str, list[dict[str, Any]]]:
 
 @contextmanager
 def removed_if_unused(run_dir: Path | RunStore) -> Iterator[None]:
-    """Remove the directory of a new run where the block raises ``UserError`` before anything was learned or measured.
+    """Remove the directory of a new run if the block raises ``UserError`` before anything was learned or measured.
 
-    The corrected command may use its name then, and makes its own index and policy.
+    The corrected command can then use its name, and makes a new index and policy.
     """
     store = find_store(run_dir)
     try:
         yield
     except UserError:
-        # a person may have removed the directory under the run
+        # a person may have removed the directory during the run
         if store.path.is_dir() and _is_unused(store.path):
             for name in _MADE_FIRST:
                 if (store.path / name).exists():
@@ -105,7 +105,7 @@ def _cannot_write(run_dir: Path, error: OSError) -> RunDirectoryError:
 def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: list[str]) -> RunConfig:
     """Change the stored configuration, as in ``["learners.num_learners=8"]``, and return it.
 
-    ``ConfigError`` on another value of a key of another section, or of ``learners.lora``, which checkpoints depend on.
+    Raises ``ConfigError`` for a changed key of another section, or ``learners.lora``, on which checkpoints depend.
     """
     for name in (assignment.partition("=")[0] for assignment in assignments if "=" not in assignment):
         raise _kept(name)
@@ -118,11 +118,11 @@ def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: li
 
 
 def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConfig:
-    """Return the configuration of a run that is started again by the same recipe and overrides: ``asked``.
+    """Return the configuration of a run that is started again with the same recipe and overrides: ``asked``.
 
-    What the start of the run chose stays as it was chosen.
+    Values that the start of the run chose stay.
 
-    ``ConfigError`` if they differ from the stored ones in more than what ``change_learners`` may change.
+    Raises ``ConfigError`` if they differ from the stored values in more than ``change_learners`` may change.
     """
     if asked.learners.micro_batch_tokens is None:
         chosen = {"micro_batch_tokens": stored.learners.micro_batch_tokens}
@@ -139,13 +139,13 @@ def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConf
 
 
 def check_recipe(store: RunStore, stored: RunConfig, recipe: str) -> str:
-    """Refuse to go on with a run by another recipe than its own; the overrides of its start need not be given again.
+    """Refuse to continue a run with a recipe other than its own; the overrides of its start need not be given again.
 
     Returns:
-        What a person should know, if the run does not say by which overrides it was started, else "".
+        A note for people if the run does not store the overrides of its start, else "".
 
     Raises:
-        ConfigError: the recipe is unknown, or another one; the message says what differs.
+        ConfigError: the recipe is unknown, or a different one; the message says what differs.
     """
     words = next((start.words for start in read_starts(store.path)), ())
     differing = _differing(stored, _with_its_policy(stored, resolve(override(read_recipe(recipe), words[1:]))))
@@ -161,9 +161,9 @@ def check_recipe(store: RunStore, stored: RunConfig, recipe: str) -> str:
 
 
 def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
-    """Return ``asked`` with the policy that a run began with, where it names the run or checkpoint that this was in.
+    """Return ``asked`` with the policy at the start of the run, if it names the run or checkpoint with that policy.
 
-    By their paths alone: the run has a copy, and the other one may be gone.
+    Only paths are compared: the run has a copy, and the other policy may no longer exist.
     """
     named, began_with = path_of(asked.policy.model, TINY), Path(stored.policy.model)
     if named is None or named.absolute() not in (began_with.parent, *began_with.parents[2:3]):
@@ -173,7 +173,7 @@ def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
 
 
 def _differing(stored: RunConfig, asked: RunConfig) -> list[str]:
-    """Return the keys with another value, but those that a resumed run may change."""
+    """Return the keys whose value differs, except those that a resumed run may change."""
     before = stored.model_dump()
     return [
         name
@@ -195,19 +195,19 @@ def _kept(name: str) -> ConfigError:
 
 
 def holds_run(store: RunStore) -> bool:
-    """Return whether a run was started in a place; ``UserError`` if it cannot be reached."""
+    """Return whether a run was started in a place; raises ``UserError`` if it cannot be reached."""
     try:
         store.load()
         return (store.path / CONFIG_FILE).is_file()
-    except OSError:  # the path is too long, for example: making the directory says so
+    except OSError:  # for example the path is too long: making the directory says so
         return False
 
 
 def open_run_directory(run_dir: Path | RunStore) -> RunConfig:
-    """Return the configuration of the run in a directory; ``RunDirectoryError`` if there is none or it is damaged."""
+    """Return the configuration of the run in a directory; ``RunDirectoryError`` if it is missing or damaged."""
     store = find_store(run_dir)
     sections = as_this_release(_read_sections(store))
-    if not _is_complete(sections):  # a missing key would silently become its default
+    if not _is_complete(sections):  # a missing key would silently get its default
         raise RunDirectoryError(
             f"{store.path / CONFIG_FILE} has other sections or keys than this version of ragr1 writes; {_RESTORE_FILE}"
         )
@@ -241,7 +241,7 @@ def _read_sections(store: RunStore) -> Any:
 def find_checkpoint(name: str | Path) -> tuple[RunStore, Path]:
     """Return a run and the folder of a policy, for the path or URI of the run, of a checkpoint, or of that folder.
 
-    The newest checkpoint of a run is taken; ``RunDirectoryError`` if there is none, or it is no path of one.
+    It takes the newest checkpoint of a run. Raises ``RunDirectoryError`` if there is none, or for another path.
     """
     store, folder, part = _find(name)
     policy_dir = Path(on_this_node(part_of(folder, part))) / part
@@ -252,7 +252,7 @@ def find_checkpoint(name: str | Path) -> tuple[RunStore, Path]:
 def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
     """Return how many steps of SFT a policy has learned, and of how many, such as ``(12, 300)``.
 
-    ``name`` is that of ``find_checkpoint``. None if the stage had ended or there is none, or if the state is damaged.
+    ``name`` is as in ``find_checkpoint``. Return None if the stage had ended or is missing, or the state is damaged.
     """
     store, folder, part = _find(name)
     if not part:
@@ -266,20 +266,20 @@ def steps_in_sft(name: str | Path) -> tuple[int, int] | None:
 
 
 def run_of_policy(folder: Path) -> Path | None:
-    """Return the run in which a policy's folder lies: in it, as ``policy_sft``, or in one of its checkpoints."""
+    """Return the run to which a policy's folder belongs, as ``policy_sft`` or in a checkpoint; None without one."""
     absolute = folder.absolute()
     parents = (absolute.parent, *absolute.parents[2:3])
     return next((parent for parent in parents if (parent / CONFIG_FILE).is_file()), None)
 
 
 def with_newest_policy(config: RunConfig) -> RunConfig:
-    """Return the configuration with the folder of the policy, where ``policy.model`` is a run or a checkpoint of one.
+    """Return the configuration with the folder of the policy, if ``policy.model`` is a run or one of its checkpoints.
 
-    ``RunDirectoryError`` if the run has no checkpoint yet.
+    Raises ``RunDirectoryError`` if the run has no checkpoint yet.
     """
     try:
         folder = named_folder(config.policy.model, TINY)
-    except OSError:  # the name is too long, for example: the checks of the configuration say so
+    except OSError:  # for example the name is too long: the checks of the configuration say so
         return config
     if folder is None or (folder / "config.json").is_file():
         return config
@@ -290,7 +290,7 @@ def with_newest_policy(config: RunConfig) -> RunConfig:
 
 
 def _find(name: str | Path) -> tuple[RunStore, AnyFolder, str]:
-    """Return a run, a folder in it, and the part of that which is a policy: ``policy``, or "" for the whole folder."""
+    """Return a run, a folder in it, and the part with the policy: ``policy``, or "" for the whole folder."""
     if is_uri(str(name)):
         return _find_stored(str(name))
     run_dir, folder, part = _find_local(Path(name))
@@ -343,7 +343,7 @@ def keep_trajectories(
 ) -> None:
     """Write record batches, or references to them, as ``trajectories/<name>.arrow``, whole or not at all.
 
-    ``learned`` is what the learner computed per token, of ``LEARNED_SCHEMA``.
+    ``learned`` has the learner's values per token, in ``LEARNED_SCHEMA``.
     """
     directory = run_dir / TRAJECTORIES
     directory.mkdir(exist_ok=True)
@@ -354,7 +354,7 @@ def keep_trajectories(
 
 
 def fetch_batches(batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]) -> list[pa.RecordBatch]:
-    """Return record batches, or those that references name: all are the one or the other."""
+    """Return record batches; if they are given as references, fetch all."""
     if not batches or isinstance(batches[0], pa.RecordBatch):  # sampled in the driver
         return list(batches)
     import ray

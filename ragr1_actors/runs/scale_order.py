@@ -1,4 +1,4 @@
-"""What ``ragr1 scale`` and ``ragr1 chaos --run`` order of a live run, and its answer: two small files in its store.
+"""Orders of ``ragr1 scale`` and ``ragr1 chaos --run`` to a live run, and its answers: two small files in its store.
 
 ``scale.json`` holds the newest order, and ``scaled.json`` the answer to it. Both are replaced as a whole.
 """
@@ -19,34 +19,34 @@ _ORDER_FILE, _ANSWER_FILE = "scale.json", "scaled.json"
 
 
 class ScaleOrder(BaseModel):
-    """What a person asks of a live run."""
+    """Order of a person to a live run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     order_id: str
-    """Unique."""
+    """Unique id."""
     sizes: dict[FleetName, Annotated[int, Field(ge=1, le=MAX_REPLICAS)]] = {}
-    """Fleets not named keep their sizes. Empty gives all fleets back to their autoscalers."""
+    """Sizes of the named fleets; the others keep theirs. Empty gives all fleets back to their autoscalers."""
     kill: FleetName | Literal["learners"] | None = None
-    """Kill an actor of this kind, and nothing else."""
+    """Kind of which an actor is killed; then nothing else is done."""
 
 
 class ScaleAnswer(BaseModel):
-    """What the run did about the order with the same id."""
+    """Answer of the run to the order with the same id."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     order_id: str
     message: str
-    """``runners 2 -> 8``; if refused, why."""
+    """Text ``runners 2 -> 8``, or the reason of a refusal."""
     is_refused: bool = False
 
 
 def write_order(store: RunStore, order: ScaleOrder) -> None:
-    """Replace the order of a run; ``UserError`` or ``OSError`` if its store cannot be written to."""
+    """Replace the order of a run; raises ``UserError`` or ``OSError`` if its store cannot be written to."""
     store.write_now(_ORDER_FILE, order.model_dump_json())
 
 
 def read_order(store: RunStore) -> ScaleOrder | None:
-    """Return the newest order of a run, None without any.
+    """Return the newest order of a run, or None.
 
     Raises:
         DataError: it is damaged.
@@ -64,12 +64,12 @@ def withdraw_order(store: RunStore, order_id: str) -> None:
 
 
 def write_answer(store: RunStore, answer: ScaleAnswer) -> None:
-    """Replace the answer of a run; errors as of ``write_order``."""
+    """Replace the answer of a run; errors as in ``write_order``."""
     store.write_now(_ANSWER_FILE, answer.model_dump_json())
 
 
 def read_answer(store: RunStore) -> ScaleAnswer | None:
-    """Return the newest answer of a run, None without any; errors as of ``read_order``."""
+    """Return the newest answer of a run, or None; errors as in ``read_order``."""
     return _read(ScaleAnswer, store, _ANSWER_FILE)
 
 

@@ -1,4 +1,4 @@
-"""What a run decided about the sizes of its fleets."""
+"""Decisions of a run about the sizes of its fleets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FleetName = Literal["runners", "retrievers", "encoders"]
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """A fleet got another size, or replicas of it moved."""
+    """Decision that gives a fleet another size, or moves replicas of it."""
 
     time_s: float
     """Unix time."""
     fleet: FleetName
     before: int
-    """Replicas that were wanted before, and from now on in ``after``."""
+    """Number of replicas that was wanted before; ``after`` is the new one."""
     after: int
     reason: str
 

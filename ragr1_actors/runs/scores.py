@@ -1,6 +1,6 @@
-"""What an evaluation keeps of every task, in a JSON-lines file that it goes on with, and statistics over such files.
+"""Scores of an evaluation per task, in a JSON-lines file from which it can continue, and statistics over such files.
 
-The first line of a file has the settings of the evaluation, every other one a ``TaskScore``::
+The first line of a file has the settings of the evaluation, every other line a ``TaskScore``::
 
     {"policy": "runs/mine/checkpoints/step_40/policy", "tasks": "musique", "num_tasks": 2417, "digest": "5c1f...", ...}
     {"task_id": "musique/2hop__1_2", "answer": "Riga", "em": 1.0, "f1": 1.0, "em_rag_r1": 1.0, "recall": 0.5, ...}
@@ -35,12 +35,12 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUM_RESAMPLES = 2000
 _CHUNK = 50  # resamples at once: 50 draws of 14,267 tasks are 6 MB
 MEASURES = ("em", "f1", "em_rag_r1", "f1_rag_r1", "recall", "rounds", "queries", "tokens", "latency_s")
-"""The numbers of a ``TaskScore``."""
+"""Numbers of a ``TaskScore``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """How one task was answered."""
+    """Answer to one task, with its measures."""
 
     task_id: str
     answer: str
@@ -49,7 +49,7 @@ class TaskScore:
     """Exact match after Search-R1's and SQuAD's normalisation."""
     f1: float
     em_rag_r1: float
-    """Exact match as RAG-R1's evaluation has it: punctuation becomes a space, so "U.S." is not "US"."""
+    """Exact match as in RAG-R1's evaluation: punctuation becomes a space, so "U.S." is not "US"."""
     f1_rag_r1: float
     """Token F1 after RAG-R1's normalisation: "well-known" is two tokens."""
     recall: float | None
@@ -57,37 +57,37 @@ class TaskScore:
     rounds: int
     queries: int
     tokens: int
-    """Sampled by the policy."""
+    """Number of tokens that the policy sampled."""
     latency_s: float
-    """From the prompt to the end of the trajectory, searches included, beside ``concurrency - 1`` others."""
+    """Seconds from the prompt to the end of the trajectory, searches included, beside ``concurrency - 1`` others."""
     measures: dict[str, float] = field(default_factory=dict)
-    """Those that only the environment has, ``TextEnv.measures``."""
+    """Measures that only the environment has, from ``TextEnv.measures``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalArguments:
-    """What a results file was measured with; it goes on only with the same."""
+    """Settings of a results file; an evaluation continues a file only with equal settings."""
 
     policy: str
     tasks: str
     num_tasks: int
     digest: str
-    """Of the tasks' ids, questions and answers, from ``tasks_digest``."""
+    """Digest of the tasks' ids, questions and answers, from ``tasks_digest``."""
     method: str
-    """``search``, or the baseline: ``direct``, ``rag``, ``single-query``."""
+    """Method: ``search``, or the baseline ``direct``, ``rag`` or ``single-query``."""
     index: str
-    """Path of the index, or the ``retrieval.type`` that needs none."""
+    """Path of the index, or a ``retrieval.type`` without an index."""
     settings: str
-    """Digest of what else shapes an answer: prompt, formats, limits, retrieval."""
+    """Digest of the other settings that affect answers: prompt, formats, limits, retrieval."""
     concurrency: int
-    """Trajectories at the same time, at most."""
+    """Limit of trajectories at the same time."""
     decoding: str = "greedy"
-    """``greedy``, or temperature, top_p and seed."""
+    """Decoding: ``greedy``, or temperature, top_p and seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over tasks and its 95 % interval."""
+    """Mean over tasks with its 95 % interval."""
 
     mean: float
     low: float
@@ -96,30 +96,30 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two policies on the same tasks."""
+    """Comparison of two policies on the same tasks."""
 
     num_tasks: int
-    """Tasks that both answered."""
+    """Number of tasks that both answered."""
     em_difference: Interval
-    """The first less the second, by the paired bootstrap."""
+    """Exact match of the first less that of the second, by the paired bootstrap."""
     f1_difference: Interval
     only_first: int
-    """Tasks that only the first policy answered right."""
+    """Number of tasks that only the first policy answered right."""
     only_second: int
     p_value: float
-    """Of McNemar's exact test, two-sided, on these two counts."""
+    """Two-sided p value of McNemar's exact test on these two counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long questions took, and what they took it for; the last three are means per question."""
+    """Latency of questions, and the work in it; the last three are means per question."""
 
     concurrency: int
-    """Questions under way at the same time, at most."""
+    """Limit of questions in flight at the same time."""
     num_tasks: int
     median_s: float
     p95_s: float
-    """95 % of the questions took at most this long."""
+    """Seconds that 95 % of the questions took at most."""
     mean_s: float
     tokens: float
     rounds: float
@@ -127,7 +127,7 @@ class Latency:
 
 
 def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if the answer equals a gold answer where punctuation is a space: "U.S." is "u s", not "us"."""
+    """Return 1.0 if the answer equals a gold answer with punctuation as spaces, else 0.0: "U.S." is "u s", not "us"."""
     said = normalize_rag_r1(answer)
     return float(bool(answer.strip()) and any(said == normalize_rag_r1(gold) for gold in golden_answers))
 
@@ -135,13 +135,13 @@ def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
 def normalize_rag_r1(text: str) -> str:
     """Apply RAG-R1's normalisation: lower case, a space for ASCII punctuation, no articles, single spaces.
 
-    ``normalize_rag_r1("The  U.S.") == "u s"``, where ``normalize_answer`` has ``"us"``.
+    ``normalize_rag_r1("The U.S.") == "u s"``; ``normalize_answer`` returns ``"us"``.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION_TO_SPACE)).split())
 
 
 def score(trajectory: Trajectory, own: Iterable[str] = ()) -> TaskScore:
-    """Return the measures of a finished trajectory; ``own`` names those that only its environment has."""
+    """Return the measures of a finished trajectory; ``own`` names measures that only its environment has."""
     task, answer = trajectory.task, trajectory.answer
     records = [record for call in trajectory.calls for record in call.records]
     gold = set(task.supporting_ids)
@@ -170,10 +170,10 @@ def tasks_digest(tasks: Sequence[Task]) -> str:
 
 
 def open_scores(path: Path, settings: EvalArguments) -> list[TaskScore]:
-    """Return the scores of a file that this evaluation goes on with; a new file is begun, a line cut off is removed.
+    """Return the scores of the file that this evaluation continues; a new file is begun, and a cut line is removed.
 
     Raises:
-        DataError: the file is of another evaluation or damaged, or cannot be written.
+        DataError: the file belongs to another evaluation, is damaged, or cannot be written.
     """
     try:
         content, first_line = path.read_bytes() if path.exists() else b"", _line(asdict(settings)).encode()
@@ -200,10 +200,10 @@ def open_scores(path: Path, settings: EvalArguments) -> list[TaskScore]:
 
 @contextmanager
 def only_writer(path: Path | None) -> Iterator[None]:
-    """Hold the file of an evaluation until the block ends; without a path, nothing.
+    """Hold the file of an evaluation until the block ends; without a path, do nothing.
 
     Raises:
-        DataError: another process writes it, it is no regular file, or cannot be written.
+        DataError: another process writes it, it is not a regular file, or it cannot be written.
     """
     if path is None or str(path) == os.devnull:
         yield
@@ -220,7 +220,7 @@ def only_writer(path: Path | None) -> Iterator[None]:
 
 
 def append_score(path: Path, found: TaskScore) -> None:
-    """Add a score to a file of ``open_scores``."""
+    """Append a score to a file of ``open_scores``."""
     with path.open("a", encoding="utf-8") as file:
         file.write(_line(asdict(found)))
 
@@ -229,7 +229,7 @@ def read_scores(path: Path) -> tuple[EvalArguments, list[TaskScore]]:
     """Return the settings and scores of a results file; a last line without its end is left out.
 
     Raises:
-        DataError: there is no such file, a line is damaged, or a task has two; names the line.
+        DataError: there is no such file, a line is damaged, or a task has two lines; the message names the line.
     """
     if not path.is_file():
         raise DataError(f"no results file {path}; give one that `ragr1 evaluate --out` wrote")
@@ -247,7 +247,7 @@ def read_scores(path: Path) -> tuple[EvalArguments, list[TaskScore]]:
 
 
 def check_shared(path: Path, tasks: Sequence[Task]) -> None:
-    """Check that a results file has one of the tasks at least.
+    """Check that a results file has at least one of the tasks.
 
     Raises:
         DataError: it has none, or cannot be read.
@@ -295,10 +295,10 @@ def bootstrap(values: NDArray[np.float64], seed: int = 0) -> Interval:
 
 
 def wilson(share: float, num_tasks: int) -> Interval:
-    """Return a share of ``num_tasks`` tasks with its 95 % interval, from the share alone: ``wilson(0.9, 100)`` is
-    0.9 in [0.826, 0.945].
+    """Return a share of ``num_tasks`` tasks with its 95 % Wilson interval: ``wilson(0.9, 100)`` is 0.9 in [0.826,
+    0.945].
 
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
     """
     z = 1.959964  # the normal distribution's 97.5 % quantile
     middle = (share + z * z / (2 * num_tasks)) / (1 + z * z / num_tasks)
@@ -310,7 +310,7 @@ def compare(first: Sequence[TaskScore], second: Sequence[TaskScore]) -> Comparis
     """Compare two policies over the tasks that both answered.
 
     Raises:
-        DataError: there is no such task.
+        DataError: there is no task that both answered.
     """
     others = {one.task_id: one for one in second}
     pairs = [(one, others[one.task_id]) for one in first if one.task_id in others]

@@ -1,4 +1,4 @@
-"""``starts.jsonl``: one line per process that began a run or went on with it, with its machine and its versions."""
+"""``starts.jsonl``: one line per process that began or continued a run, with its machine and its versions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A process that trained: ``Start(1790000000.0, "node-7", "Linux-6.8 x86_64", 16, "3.11.7", {"torch": "2.13.0"})``.
+    """Process that trained: ``Start(1790000000.0, "node-7", "Linux-6.8 x86_64", 16, "3.11.7", {"torch": "2.13.0"})``.
 
-    The driver's machine; runners, retrievers and learners may be on others.
+    The machine is the driver's; runners, retrievers and learners may be on others.
     """
 
     time_s: float
@@ -44,13 +44,13 @@ class Start:
     num_cpus: int
     python: str
     versions: dict[str, str]
-    """Versions of the packages that are installed, by name."""
+    """Versions of the installed packages, by name."""
     words: tuple[str, ...] = ()
-    """Recipe and overrides that began the run, as they were given; empty if it was begun before, or not by them."""
+    """Recipe and overrides that began the run, as given; empty if the run began earlier, or without them."""
 
 
 def this_start(words: Sequence[str] = ()) -> Start:
-    """Describe this process and its machine; ``words`` are those that began the run."""
+    """Return a description of this process and its machine; ``words`` are the recipe and overrides of the run."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -69,7 +69,7 @@ def append_start(run_dir: Path, start: Start) -> None:
 
 
 def read_starts(run_dir: Path) -> tuple[Start, ...]:
-    """Return the starts of a run, but a line that a crash cut off; none if the run has no such file.
+    """Return the starts of a run, without a line that a crash cut off; empty if the run has no such file.
 
     Raises:
         DataError: a line is damaged.

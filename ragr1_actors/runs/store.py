@@ -1,4 +1,4 @@
-"""RunStore: the directory of a run on this machine, and the URI where the run is kept besides, if it has one.
+"""RunStore: the directory of a run on this machine, and the URI at which the run is also kept, if it has one.
 
 ::
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunStore:
-    """Where one run is kept. As a context manager it keeps a URI up to date until the block ends."""
+    """Place of a run. As a context manager it keeps a URI up to date until the block ends."""
 
     def __init__(self, run_dir: str | Path) -> None:
         """Take the path or URI of a run; nothing is read or made there yet.
@@ -48,11 +48,11 @@ class RunStore:
             ConfigError: the URI cannot be used.
         """
         self.remote: Storage | None = None
-        """The URI; None for a run directory on a file system."""
+        """Storage at the URI; None for a run directory on a file system."""
         self.path: Path
-        """The folder of this machine into which the files of the run are written."""
+        """Folder of this machine into which the files of the run are written."""
         self.folders: WholeFolders
-        """The folders of the run that are whole or absent."""
+        """Folders of the run that are whole or absent."""
         self._shared: dict[Path, AnyFolder] = {}
         if isinstance(run_dir, Path) or not is_uri(run_dir):
             self.path = Path(run_dir)
@@ -76,13 +76,13 @@ class RunStore:
         return str(self.remote or self.path)
 
     def __enter__(self) -> Self:
-        """Upload in the background; ``RunDirectoryError`` if another machine works in a run at a URI."""
+        """Upload in the background; ``RunDirectoryError`` if another machine works in the run at the URI."""
         if self.remote is not None:
             self._uploads.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, /, *error: object) -> None:
-        """Upload what is left; ``UserError`` if that fails, but not instead of another error."""
+        """Upload the remaining files; ``UserError`` if that fails, unless another error is raised."""
         if self.remote is None:
             return
         try:
@@ -104,9 +104,9 @@ class RunStore:
         return str(self.path / name) if self.remote is None else with_name(str(self.remote), name)
 
     def share(self, folder: str | Path, name: str = "") -> AnyFolder:
-        """Return what an actor on any node is given for a folder of this node; see ``cluster.storage.share``.
+        """Return the form in which an actor on any node gets a folder of this node; see ``cluster.storage.share``.
 
-        At a URI it is stored: under ``name`` or its name in the run, any other under its content.
+        At a URI the folder is stored: under ``name`` or its name in the run, others under their content.
         """
         if self.remote is None:
             return share(folder)
@@ -118,19 +118,19 @@ class RunStore:
             return self._shared[path]
 
     def load(self) -> None:
-        """Bring the files of an earlier process to ``path``; ``UserError`` if the URI cannot be reached."""
+        """Download the files of an earlier process to ``path``; raises ``UserError`` if the URI cannot be reached."""
         if self.remote is not None:
             self._uploads.load()
 
     def bring(self, name: str) -> Path:
-        """Return the path of a folder of the run, such as ``index``, on this machine; it may not be there yet."""
+        """Download a folder of the run, such as ``index``, to this machine, and return its path, if there is one."""
         path = self.path / name
         if self.remote is not None and not path.exists() and (found := self.remote.find(name)) is not None:
             path.symlink_to(found.fetch())
         return path
 
     def find(self, name: str) -> AnyFolder | None:
-        """Return a whole folder of the run, such as ``policy_sft``, for actors; None if it is not there yet."""
+        """Return a whole folder of the run, such as ``policy_sft``, for actors; None if it does not exist yet."""
         found = self.folders.find(name)
         return None if found is None else self._for_actors(found)
 
@@ -138,7 +138,7 @@ class RunStore:
         return self.share(folder.absolute()) if isinstance(folder, Path) else folder
 
     def write_policy(self, name: str, write: Callable[[FolderWriter], None]) -> AnyFolder:
-        """Have the learners write a policy, which replaces a folder of that name, and return it."""
+        """Let the learners write a policy, which replaces a folder of that name, and return it."""
         try:
             write(self.folders.begin(name))
             found = self.folders.commit(name, POLICY_FILES)
@@ -153,7 +153,7 @@ class RunStore:
             self._uploads.upload(self.remote)
 
     def remove(self, name: str) -> None:
-        """Remove a file or folder of the run, which is up to date."""
+        """Remove a file or folder of the run from the directory and the URI."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -165,14 +165,14 @@ class RunStore:
             self.remote.remove([name])
 
     def write_now(self, name: str, content: str) -> None:
-        """Replace a small file that other processes wait for; ``UserError`` or ``OSError`` if it cannot be written."""
+        """Replace a small file that other processes wait for; raises ``UserError`` or ``OSError`` if that fails."""
         if self.remote is None:
             write_file(self.path / name, lambda writing: writing.write_text(content, encoding="utf-8"))
         else:
             self.remote.write(name, content.encode())
 
     def read_now(self, name: str) -> bytes | None:
-        """Return a file as it is now; None if there is none. At a URI it is asked for once: it is read again soon."""
+        """Return the present content of a file, or None. A call to a URI is not repeated, as the caller reads again."""
         if self.remote is not None:
             return replace(self.remote, retry_s=0).read(name)
         try:
@@ -181,14 +181,14 @@ class RunStore:
             return None
 
     def remove_now(self, name: str) -> None:
-        """Remove what ``write_now`` wrote, if it is there."""
+        """Remove the file of ``write_now``, if it exists."""
         if self.remote is None:
             (self.path / name).unlink(missing_ok=True)
         else:
             self.remote.remove([name])
 
     def retry_for(self, duration_s: float) -> None:
-        """Repeat a call to the URI that fails for so long before the run ends."""
+        """Repeat a failing call to the URI for ``duration_s`` before the run ends."""
         if self.remote is not None:
             self._use(replace(self.remote, retry_s=duration_s))
             self._uploads.remote = self.remote
@@ -206,7 +206,7 @@ class RunStore:
 
 
 def find_store(run_dir: str | Path | RunStore) -> RunStore:
-    """Return the store of a run for its path or URI, or the store that was given."""
+    """Return the store of a run, given its path, URI or store."""
     return run_dir if isinstance(run_dir, RunStore) else RunStore(run_dir)
 
 
@@ -216,10 +216,10 @@ def below(run_dir: str, name: str) -> RunStore:
 
 
 def split_checkpoint(uri: str) -> tuple[str, str]:
-    """Return the URI of a run and what is named in it: a checkpoint, ``policy_sft``, or nothing.
+    """Return the URI of a run and the name of the part: a checkpoint, ``policy_sft``, or "".
 
     ``split_checkpoint("s3://b/run/checkpoints/best?region=eu") == ("s3://b/run?region=eu", "checkpoints/best")``, also
-    with ``/policy`` behind it.
+    with ``/policy`` at the end.
     """
     check_uri(uri)
     parts = urlsplit(uri)

@@ -1,4 +1,4 @@
-"""Uploads: keeps a run at a URI up to date with the folder of this process into which its files are written."""
+"""Uploads: keeps a run at a URI up to date with the folder into which this process writes its files."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from ragr1_actors.runs.telemetry.tensorboard import TENSORBOARD_DIRECTORY
 from ragr1_actors.runs.telemetry.trackers import TRACKERS_FILE
 
 INTERVAL_S = 30.0
-"""Between two uploads of what changed; a checkpoint uploads too."""
+"""Seconds between two uploads of changed files; a checkpoint uploads too."""
 _FIRST_FILES = ("config.yaml", MCP_FILE, "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
-"""The files of an earlier process that this one reads, or goes on with."""
+"""Files of an earlier process that this process reads or continues."""
 
 logger = logging.getLogger(__name__)
 
 
 class Uploads:
-    """The files of one run, from ``path`` to ``remote``: those that changed, every ``INTERVAL_S``."""
+    """Changed files of one run, uploaded from ``path`` to ``remote`` every ``INTERVAL_S``."""
 
     def __init__(self, path: Path, remote: Storage) -> None:
-        """Upload nothing yet."""
+        """Take the folder and the storage; nothing is uploaded yet."""
         self.remote = remote
         self.lock = threading.Lock()
-        """Held during an upload."""
+        """Lock that is held during an upload."""
         self._path = path
         self._uploaded: dict[str, tuple[int, int]] = {}
         self._recorded: dict[str, FileContent] = {}  # files of trajectories, which other runs may replay
-        self._listed: dict[str, FileContent] = {}  # those that the listing on the storage has
+        self._listed: dict[str, FileContent] = {}  # files in the listing on the storage
         self._is_loaded = False
         self._lease = Lease(remote, INTERVAL_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
 
     def load(self) -> None:
-        """Bring the files of an earlier process, of which this one reads some and goes on with others."""
+        """Download the files of an earlier process that this process reads or continues."""
         if self._is_loaded:
             return
         remote = replace(self.remote, retry_s=0)  # a wrong name or credential fails at once
@@ -59,7 +59,7 @@ class Uploads:
         self._is_loaded = True
 
     def start(self) -> None:
-        """Begin to upload in the background; ``RunDirectoryError`` if another machine works in the run."""
+        """Begin to upload in the background; raises ``RunDirectoryError`` if another machine works in the run."""
         self._lease.take()
         try:
             self._bring_curves()
@@ -69,7 +69,7 @@ class Uploads:
         self._thread.start()
 
     def end(self, *, retry: bool) -> None:
-        """Upload what is left, with one try unless ``retry``; ``UserError`` if that fails."""
+        """Upload the remaining files, with one try unless ``retry``; raises ``UserError`` if that fails."""
         self._stop.set()
         self._thread.join()
         try:
@@ -86,9 +86,9 @@ class Uploads:
                 logger.warning("%s; it is tried again in %g s", error, INTERVAL_S)
 
     def _bring_curves(self) -> None:
-        """Bring the event files of earlier processes, which TensorBoard would forget at the first of this one.
+        """Download the event files of earlier processes, which TensorBoard would drop at the first one of this process.
 
-        Only a process that works in the run needs them, so ``load`` does not bring them.
+        Only a process that works in the run needs them, so ``load`` does not download them.
         """
         for name in self.remote.names(TENSORBOARD_DIRECTORY):
             if WRITING not in name and name not in self._uploaded:
@@ -96,7 +96,7 @@ class Uploads:
                 self._uploaded[name] = _version(self._path / name)
 
     def upload(self, remote: Storage) -> None:
-        """Upload to ``remote`` what changed; ``UserError`` if that fails."""
+        """Upload changed files to ``remote``; raises ``UserError`` if that fails."""
         with self.lock:
             for name in (INDEX, POLICY):
                 if name not in self._uploaded and (self._path / name).is_dir():
@@ -115,7 +115,7 @@ class Uploads:
                 self._listed = dict(self._recorded)
             for path in sorted(self._path.glob(f"{TRAJECTORIES}/iteration_*.arrow"))[:-1]:
                 if path.name in self._listed:
-                    path.unlink()  # of a long run they would fill the disk
+                    path.unlink()  # in a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
         for path in sorted(self._path.rglob("*")):

@@ -1,12 +1,12 @@
-"""The folders of a run that are whole or absent: an index, a policy, a checkpoint.
+"""Folders of a run that are whole or absent: an index, a policy, a checkpoint.
 
-A folder is whole once each file that must be in it was delivered::
+A folder becomes whole once every required file was delivered::
 
                     being written                       whole
     LocalFolders    checkpoints/.writing_step_20/       checkpoints/step_20/, by rename
     StoredFolders   checkpoints/step_20-3fa9c1d2/...    checkpoints/step_20.json, a listing: objects have no rename
 
-What is being written, or was left by a crash, is never read, and is removed before the next one is written.
+Folders that are being written, or were left by a crash, are not read, and are removed before the next one is written.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
 
 
 class WholeFolders(Protocol):
-    """The folders of a run by name, such as ``checkpoints/step_20``."""
+    """Folders of a run by name, such as ``checkpoints/step_20``."""
 
     def begin(self, name: str) -> FolderWriter:
-        """Return where the processes of a run write a folder, of which nothing is seen until ``commit``."""
+        """Return a writer with which processes of a run write a folder, which is not visible before ``commit``."""
         ...
 
     def commit(self, name: str, files: Collection[str]) -> AnyFolder:
-        """Give the folder that was begun its name once ``files`` are in it; one of that name is replaced.
+        """Give the begun folder its name once ``files`` are in it; it replaces a folder of that name.
 
         Raises:
             UserError: a file was not delivered.
@@ -47,11 +47,11 @@ class WholeFolders(Protocol):
         ...
 
     def discard(self, name: str) -> None:
-        """Remove what was begun and cannot become whole."""
+        """Remove a begun folder that cannot become whole."""
         ...
 
     def find(self, name: str) -> AnyFolder | None:
-        """Return a whole folder; None if there is none. Changes nothing."""
+        """Return a whole folder, or None. Nothing is changed."""
         ...
 
     def names(self, parent: str) -> list[str]:
@@ -59,10 +59,10 @@ class WholeFolders(Protocol):
         ...
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
-        """Return a file of a whole folder; None if it has none.
+        """Return a file of a whole folder; None if it has no such file.
 
         Raises:
-            DataError: it is not the file that was written.
+            DataError: it differs from the file that was written.
         """
         ...
 
@@ -75,22 +75,22 @@ class WholeFolders(Protocol):
         ...
 
     def clean(self, parent: str) -> None:
-        """Remove from a folder what was begun by a process that ended before it was whole."""
+        """Remove begun folders of processes that ended before these were whole."""
         ...
 
     def handle(self, folder: AnyFolder) -> str:
-        """Return what a person deletes so that a folder is no more: ``the folder runs/mine/checkpoints/step_20``."""
+        """Return what a person deletes to remove a folder: ``the folder runs/mine/checkpoints/step_20``."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalFolders:
-    """Folders below a path, which all nodes that write in them share."""
+    """Folders below a path that all writing nodes share."""
 
     root: Path
 
     def begin(self, name: str) -> SharedFolder:
-        """Return an empty folder beside the one that it will be."""
+        """Return an empty folder beside the final one."""
         self.discard(name)
         return SharedFolder(begin_folder(self.root / name).absolute())
 
@@ -114,7 +114,7 @@ class LocalFolders:
         return sorted(f"{parent}/{name}" for name in found if not name.startswith("."))  # else it is not whole
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
-        """Read a file, which is compared with the list of its folder."""
+        """Read a file and compare it with the list of its folder."""
         path = Path(str(folder))
         check_digests(path, file.__eq__)
         return (path / file).read_bytes() if (path / file).is_file() else None
@@ -134,11 +134,11 @@ class LocalFolders:
             write_file(path, lambda writing: writing.symlink_to(target))
 
     def clean(self, parent: str) -> None:
-        """Remove what was begun, and end what a crash left between the renames of ``commit``."""
+        """Remove begun folders, and finish the renames of a ``commit`` that a crash interrupted."""
         settle_folders(self.root / parent)
 
     def handle(self, folder: AnyFolder) -> str:
-        """Name the folder."""
+        """Return a name of the folder for people."""
         return f"the folder {folder}"
 
 
@@ -146,21 +146,21 @@ class StoredFolders:
     """Folders on a storage."""
 
     def __init__(self, storage: Storage) -> None:
-        """Begin nothing yet."""
+        """Begin with no folder."""
         self.storage = storage
         self._begun: dict[str, StorageWriter] = {}
 
     def begin(self, name: str) -> StorageWriter:
-        """Return a new prefix of objects."""
+        """Return a writer for a new prefix of objects."""
         self._begun[name] = self.storage.writer(name)
         return self._begun[name]
 
     def commit(self, name: str, files: Collection[str]) -> Artifact:
-        """Write the listing, and remove the objects of the folder that it replaces."""
+        """Write the listing, and remove the objects of the replaced folder."""
         return self.storage.finish(self._begun.pop(name), files, before=self.storage.find(name))
 
     def discard(self, name: str) -> None:
-        """Forget it: ``clean`` removes the objects, as a storage that failed may fail again."""
+        """Drop the begun folder; ``clean`` removes its objects, as a storage that failed may fail again."""
         self._begun.pop(name, None)
 
     def find(self, name: str) -> Artifact | None:
@@ -174,7 +174,7 @@ class StoredFolders:
         return [name.removesuffix(".json") for name in listings]
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
-        """Read an object, which is compared with the listing of its folder."""
+        """Read an object and compare it with the listing of its folder."""
         assert isinstance(folder, Artifact), folder
         return folder.read(file)
 
@@ -203,5 +203,5 @@ class StoredFolders:
         )
 
     def handle(self, folder: AnyFolder) -> str:
-        """Name the listing."""
+        """Return a name of the listing for people."""
         return f"{folder}.json"

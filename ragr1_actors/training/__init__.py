@@ -1,1 +1,1 @@
-"""The training loop: the algorithm, its data, buffer and stages, its plan, evaluation, and the loop in virtual time."""
+"""Training loop: the algorithm, its batches, ledger, stages and guard."""

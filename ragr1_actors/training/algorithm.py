@@ -6,10 +6,10 @@ One ``train()``::
          ▲                      ▲    ▲ queries                     │ stale, failed               │
          │                      │    ▼                             │                             │ weights
          └── again ─────────────│──RetrieverGroup ◄────────────────┘                             │
-                                └──────────────── Transport.publish(version + 1) ◄───────────────┘
+                                └──────────────── WeightSync.publish(version + 1) ◄──────────────┘
 
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
-``publish`` wakes them (``rollout/weight_sync.py``). Writing a checkpoint is a turn of the learners, too.
+``publish`` wakes them (``rollout/weight_sync.py``). The learners also need the devices to write a checkpoint.
 
 With dynamic sampling the buffer sets aside groups whose rewards are all equal, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is in flight at a time: synchronous training is the same path. With a lag
@@ -80,9 +80,9 @@ if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
 
 OnProgress = Callable[[int, dict[str, float]], None]
-"""Called with the number of steps done and the newest metrics."""
+"""Callback with the number of finished steps and the newest metrics."""
 HeldBlock = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
+"""Function that returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
 _SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
 
 
@@ -100,10 +100,10 @@ class Algorithm:
         placement: Placement,
         held: HeldBlock = nullcontext,
     ) -> None:
-        """Train with fleets that were started; ``start`` starts them.
+        """Take fleets that were started; ``start`` starts them.
 
-        ``policy`` is ``workspace.policy_dir`` as actors get it. ``held`` holds interrupts back while learner and task
-        ledger are between two states.
+        ``policy`` is ``workspace.policy_dir`` in the form for actors. ``held`` holds interrupts back while learner and
+        task ledger are between two states.
         """
         self.config = config
         self.store = store
@@ -114,7 +114,7 @@ class Algorithm:
         self.samples: dict[str, list[float]] = {}  # of the newest batch by trajectory, see ``rollout_samples``
         self.histograms: dict[str, list[Bucket]] = {}  # of the newest update by name, see ``take_histograms``
         self.examples: dict[str, str] = {}  # a right and a wrong trajectory of the newest evaluation, as Markdown
-        self._log_s = 0.0  # of the iteration before
+        self._log_s = 0.0  # of the previous iteration
         self._keeper = ThreadPoolExecutor(1, "keep trajectories")
         self._keeping: Future[None] | None = None
         self._held = held
@@ -186,7 +186,7 @@ class Algorithm:
         return algorithm
 
     def _check_run_dir(self) -> None:
-        """Check that every learner rank sees the run directory, and this process what rank 0 writes."""
+        """Check that every learner rank sees the run directory, and that this process sees rank 0's files."""
         run_dir = self.store.path.absolute()
         probe = run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
         try:
@@ -212,7 +212,7 @@ class Algorithm:
     def pretrain(self, on_progress: OnProgress) -> None:
         """SFT: learn the format from demonstrations, played against the real retriever.
 
-        Does nothing if a run was restored that has finished the stage.
+        It does nothing if the restored run has finished the stage.
         """
         if self.is_pretrained:
             return
@@ -240,12 +240,12 @@ class Algorithm:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether stage 1, if there is one, has ended and its policy is there."""
+        """Whether stage 1, if there is one, has ended and its policy exists."""
         return self.sft_step >= self.config.sft.num_steps and self._sft_policy is not None
 
     @property
     def _stage_policy(self) -> AnyFolder:
-        """The policy at the start of the stage."""
+        """Policy at the start of the stage."""
         return self._sft_policy if self.is_pretrained and self._sft_policy is not None else self._first_policy
 
     def _next_learner(self) -> str:
@@ -262,9 +262,9 @@ class Algorithm:
     # -- stage 2 ---------------------------------------------------------------------------------------------------
 
     def train(self, on_progress: OnProgress | None = None) -> dict[str, float]:
-        """One iteration of RL: sample a batch of groups, learn from it, publish the new policy.
+        """Run one iteration of RL: sample a batch of groups, learn from it, publish the new policy.
 
-        ``on_progress`` is called with the metrics that are returned, before an interrupt that was held back is raised.
+        ``on_progress`` is called with the returned metrics, before a held interrupt is raised.
         """
         started, num_sampled_before = time.perf_counter(), self._collector.num_sampled_tokens
         training = self.config.training
@@ -281,7 +281,7 @@ class Algorithm:
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self.policy_version)
-        # learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
+        # Learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held(), self.fleets.learner.works():
             self._transport.make_room()
             learner_metrics, self.histograms = take_histograms(self._learners.update([group.batch for group in batch]))
@@ -355,11 +355,11 @@ class Algorithm:
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, name: str = "", on_task: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
-        """Answer the held-out tasks greedily. Call it between iterations.
+        """Answer the held-out tasks greedily; to be called between iterations.
 
-        A task is asked again if the machinery failed, at most ``max_task_retries`` times; ``FleetError`` if
-        every task failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any.
-        ``on_task`` is called with the number of tasks done and the number of all tasks.
+        A task is asked again if the machinery failed, at most ``max_task_retries`` times; ``FleetError`` if every task
+        failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any. ``on_task`` is
+        called with the numbers of finished tasks and of all tasks.
         """
         num_done, num_tasks = 0, len(self.workspace.eval_tasks)
 
@@ -378,10 +378,10 @@ class Algorithm:
         return min(1.0, self.iteration / max(1, self.config.training.num_iterations))
 
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
-        """Begin ``evaluate``, and return: the tasks are answered while the next ``train`` samples its batch.
+        """Begin an evaluation and return: its tasks are answered while the next ``train`` samples its batch.
 
-        That ``train`` calls ``on_result`` before it learns, so all answers are those of the current policy version. So
-        does another evaluation that begins before.
+        That ``train`` calls ``on_result`` before it learns, so all answers are from the current policy version. An
+        evaluation that begins earlier does so too.
         """
         self._finish_evaluation()
         self._collector.evaluate_beside(self._begin_evaluation(lambda group: None, is_urgent=True))
@@ -416,13 +416,13 @@ class Algorithm:
         return [found for found in self._learners.foreach_learner(stop_profile, is_blocking=True) if found is not None]
 
     def measure_recall(self) -> dict[str, float]:
-        """Return ``{"recall@3": 0.61, ...}`` of the evaluation questions; empty if their evidence is not known."""
+        """Return ``{"recall@3": 0.61, ...}`` for the evaluation questions; empty if their evidence is unknown."""
         return self._sampler.measure_recall(self.workspace.eval_tasks)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def save(self, extra: dict[str, Any] | None = None, *, score: float | None = None, wait: bool = True) -> str:
-        """Write the checkpoint ``step_<iteration>``: the policy as a Hugging Face folder, and what ``restore`` needs.
+        """Write the checkpoint ``step_<iteration>``: the policy as a Hugging Face folder, and ``restore``'s state.
 
         Returns its path or URI.
 
@@ -450,7 +450,7 @@ class Algorithm:
         return self.store.at(checkpoint_name(self.iteration))
 
     def is_best(self, score: float) -> bool:
-        """Whether ``checkpointing.best_metric`` was never as high; False if the run has no such metric."""
+        """Return whether ``checkpointing.best_metric`` was never as high; False if the run has no such metric."""
         return self._checkpoints.is_best(score)
 
     def restore(self) -> dict[str, Any] | None:
@@ -461,10 +461,10 @@ class Algorithm:
     def roll_back(self, last_good: int, lr_factor: float) -> dict[str, Any] | None:
         """Continue from an earlier checkpoint, with the learning rate of the configuration times ``lr_factor``.
 
-        It is the best one up to iteration ``last_good``, or the newest if none was evaluated. Returns its ``extra``;
-        None, and changes nothing, if there is none. Call it between iterations, and ``save`` after it: the newest
-        checkpoint is one that is given up. Groups that are being sampled are waited for and dropped; the restored task
-        ledger issues their tasks again. The policy version keeps rising.
+        It is the best one up to iteration ``last_good``, or the newest if none was evaluated. It returns the ``extra``
+        of that; without one it returns None and changes nothing. Call it between iterations, and ``save`` after it, as
+        the newest checkpoint is given up. Groups in flight are awaited and dropped; the restored task ledger issues
+        their tasks again. The policy version keeps rising.
         """
         with self._held():
             self._finish_keeping()
@@ -504,7 +504,7 @@ class Algorithm:
         return state.extra
 
     def _without_policy(self, problem: str, checkpoint: AnyFolder, learner: str) -> str:
-        """Return the message on a damaged policy that the learner of a checkpoint begins from."""
+        """Return the message for a damaged policy from which the learner of a checkpoint begins."""
         what, rest = problem.removesuffix(f"; {ADVICE}"), ""
         if self.is_pretrained and learner == "sft":
             rest = f"delete {self._sft_policy}: --resume writes it again, from {checkpoint}"
@@ -516,7 +516,7 @@ class Algorithm:
         return f"{what}; {rest}"
 
     def task_counts(self) -> dict[str, int]:
-        """Return how many tasks of RL were issued and how they ended, see ``TaskCounts``."""
+        """Return the numbers of issued RL tasks by their end, see ``TaskCounts``."""
         return self._collector.tasks.counts()
 
     def failed_tasks(self) -> tuple[FailedTask, ...]:
@@ -524,7 +524,7 @@ class Algorithm:
         return tuple(self._collector.tasks.failed_tasks)
 
     def stop(self) -> None:
-        """End all fleets, after what is being written.
+        """End all fleets, after running writes have ended.
 
         Raises:
             UserError: a checkpoint could not be written; or ``OSError``: the newest trajectories.
@@ -546,7 +546,7 @@ class Algorithm:
 
 
 def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
-    """Return the first trajectory that answered right, and the first that answered wrong, as Markdown."""
+    """Return the first trajectory with a right answer, and the first with a wrong one, as Markdown."""
     found: dict[str, str] = {}
     for group in groups:
         name = "right" if group.summary.means.get("em") else "wrong"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ragr1_actors.core import resolve
 from ragr1_actors.core.config import RunConfig
 
-if TYPE_CHECKING:  # pulls in Ray and torch
+if TYPE_CHECKING:  # imports Ray and torch
     from ragr1_actors.training.algorithm import Algorithm
 
 
@@ -36,7 +36,7 @@ def _section(name: str) -> Callable[..., AlgorithmConfig]:
 
 
 class AlgorithmConfig:
-    """Builder of a ``RunConfig``, with one method per section; each takes keys and returns ``self``, as in RLlib."""
+    """Builder of a ``RunConfig``, with one method per section, which takes keys and returns ``self``, as in RLlib."""
 
     def __init__(self, sections: resolve.Sections | None = None) -> None:
         """Start from the defaults, or from ``{section: {key: value}}``."""
@@ -76,6 +76,6 @@ class AlgorithmConfig:
 
     def build_algo(self, run_dir: str | Path) -> Algorithm:
         """Validate, make ``run_dir`` the directory of a new run, and start the algorithm that writes into it."""
-        from ragr1_actors.training.algorithm import Algorithm  # pulls in Ray and torch
+        from ragr1_actors.training.algorithm import Algorithm  # imports Ray and torch
 
         return Algorithm.create(self.freeze(), run_dir)

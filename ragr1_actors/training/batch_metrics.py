@@ -1,4 +1,4 @@
-"""Metrics of a batch: of its groups, as the driver knows them, and of what its learner returned."""
+"""Metrics of a batch, from the summaries of its groups and the learner's result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rollout_samples(batch: Sequence[FinishedGroup]) -> dict[str, list[float]]:
 
 
 def take_histograms(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[Bucket]]]:
-    """Return a learner's metrics without the counts of buckets, and these: ``{"ratio": [(0.9, 0.95, 12.0), ...]}``."""
+    """Return a learner's metrics without the counts of buckets, and histograms: ``{"ratio": [(0.9, 1.1, 7.0)]}``."""
     found: dict[str, list[Bucket]] = {}
     left_over = dict(metrics)
     for key in metrics:

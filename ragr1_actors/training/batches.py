@@ -1,8 +1,8 @@
-"""BatchCollector: keeps a fleet of env runners busy, and makes batches of what they finish, by a ``GroupBuffer``.
+"""BatchCollector: keeps a fleet of env runners busy, and makes batches of finished groups, with a ``GroupBuffer``.
 
 With lag L the fleet is asked for at most L + 1 batches ahead of the learner. Each batch takes the groups that were
 asked for first, so at most one batch of groups reaches the bound on its age at a time, and none is too old if the
-learner waits for those that are still sampled. The bound is that of AReaL (arXiv:2505.24298, equation 3).
+learner waits for the groups in flight. The bound is from AReaL (arXiv:2505.24298, equation 3).
 
 ``Algorithm`` trains on batches of an ``EnvRunnerGroup``; ``ragr1 simulate`` runs the same code over scripted runners.
 """
@@ -28,22 +28,22 @@ from ragr1_actors.training.task_ledger import TaskLedger
 logger = logging.getLogger(__name__)
 
 HOPELESS_TASKS = 16
-"""If this many tasks in a row were given up, without a group between that can be trained, the run ends."""
+"""Number of tasks given up in a row, without a trainable group in between, at which the run ends."""
 MAX_OUTAGES = 16
-"""Times that the infrastructure may fail on a task, which does not count against it, before the task is given up."""
+"""Limit of failures of the infrastructure on a task, which do not count against it, before the task is given up."""
 
 
 class GroupFleet(Protocol):
-    """What samples groups; see ``EnvRunnerGroup``."""
+    """Interface of a fleet that samples groups; see ``EnvRunnerGroup``."""
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not collected."""
+        """Number of requests submitted and not collected."""
         ...
 
     @property
     def num_finished(self) -> int:
-        """Those of them that are finished."""
+        """Number of these that are finished."""
         ...
 
     def submit(self, request: GroupRequest) -> None:
@@ -51,12 +51,12 @@ class GroupFleet(Protocol):
         ...
 
     def collect(self) -> list[FinishedGroup]:
-        """Wait until a group is finished and return all finished groups; nothing if none was submitted."""
+        """Wait until a group is finished and return all finished groups; return none if none was submitted."""
         ...
 
 
 def max_set_aside(config: RunConfig) -> int:
-    """Return how many groups per batch the algorithm's dynamic sampling may pass over."""
+    """Return the number of groups per batch that the algorithm's dynamic sampling may pass over."""
     options = learner_options(config.training)
     num_batches = options.max_sampled_batches if isinstance(options, GroupOptions) else 1
     return (num_batches - 1) * config.training.train_batch_size
@@ -67,18 +67,18 @@ class GroupBuffer:
 
     With dynamic sampling, a group whose rewards are all equal is set aside, and another group is sampled in its place
     (DAPO, arXiv:2503.14476, section 3.2). At most ``max_set_aside`` groups per batch are; further ones fill the batch.
-    At lag 0, which groups make a batch depends on the order of the tasks, not on the order in which groups finish.
+    At lag 0, a batch depends on the order of the tasks, not on the order in which groups finish.
     """
 
     def __init__(self, max_policy_lag: int, max_set_aside: int = 0) -> None:
-        """Take groups up to ``max_policy_lag`` versions behind; 0 for ``max_set_aside`` is no dynamic sampling."""
+        """Take groups up to ``max_policy_lag`` versions behind; ``max_set_aside`` 0 turns dynamic sampling off."""
         self._max_policy_lag = max_policy_lag
         self._max_set_aside = max_set_aside
         self._groups: list[FinishedGroup] = []
         self._set_aside: list[FinishedGroup] = []
 
     def __len__(self) -> int:
-        """Return the number of groups that a batch can be made of."""
+        """Return the number of groups for a batch."""
         return len(self._groups) + max(0, len(self._set_aside) - self._max_set_aside)
 
     def add(self, group: FinishedGroup) -> None:
@@ -106,7 +106,7 @@ class GroupBuffer:
         return [group for group in held if is_stale(group)]
 
     def take(self, count: int) -> list[FinishedGroup]:
-        """Remove and return ``count`` groups: of the oldest policy versions, and of these the ones that came first.
+        """Remove and return ``count`` groups with the oldest policy versions, the first ones among equals.
 
         Groups that were set aside come last.
         """
@@ -119,10 +119,10 @@ class GroupBuffer:
 
 
 class BatchCollector:
-    """Issues tasks to a fleet, and collects batches within the bound on their age; the tasks' books are ``tasks``."""
+    """Issues tasks to a fleet, and collects batches within the bound on their age; ``tasks`` has the tasks' books."""
 
     def __init__(self, config: RunConfig, tasks: Sequence[Task], fleet: GroupFleet) -> None:
-        """Collect from ``fleet`` groups of ``tasks``, the training tasks of a run."""
+        """Take the fleet and the training tasks of a run."""
         self.tasks = TaskLedger(tasks, config.debugging.seed, make_curriculum(config.environment))
         self._config = config
         self._fleet = fleet
@@ -132,26 +132,26 @@ class BatchCollector:
         self._policy_version = 0
         self._evaluation: TaskRound | None = None
         self.num_iterations_done = 0
-        """Iterations of RL that are done, for rewards that depend on the progress of a run."""
+        """Number of finished RL iterations, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
-        """Trajectories that failed, by what ended them; also those of groups that are sampled again."""
+        """Number of failed trajectories by stop reason, including those of groups that are sampled again."""
         self.num_sampled_tokens = 0
         """Tokens of all groups that were collected, those of evaluations included."""
         self.num_stale = 0
-        """Groups that were too old for the newest batch and are sampled again."""
+        """Number of groups that were too old for the newest batch and are sampled again."""
         self.num_awaited = 0
-        """Groups that the newest batch waited for, though others were enough: the next would be too late."""
+        """Number of groups for which the newest batch waited, as they would be too old for the next one."""
         self._in_flight: Counter[int] = Counter()
-        """Groups that are not collected yet, by the policy version at which they were asked for."""
+        """Number of groups in flight, by the policy version at which they were asked for."""
 
     def num_finished_batches(self) -> float:
-        """Return how many batches of finished groups wait for the learner, such as 1.5."""
+        """Return the number of batches that the finished groups make up, such as 1.5."""
         return (len(self._buffer) + self._fleet.num_finished) / self._config.training.train_batch_size
 
     def keep_busy(self, *, while_learning: bool = False) -> None:
-        """Issue tasks until the groups in flight and in the buffer are all the batches that the lag allows.
+        """Issue tasks until the groups in flight and in the buffer make up all batches that the lag allows.
 
-        While the learner works on a batch, that is one less: one more would be too old by the time it is needed.
+        While the learner works on a batch, it is one batch less: one more would be too old when it is needed.
         """
         training = self._config.training
         wanted = training.train_batch_size * (training.max_policy_lag + (not while_learning))
@@ -174,7 +174,7 @@ class BatchCollector:
     ) -> list[FinishedGroup]:
         """Return the next batch, in the order of its tasks.
 
-        The call returns once no group is in flight that would be too old for the batch after it.
+        It returns once no group is in flight that would be too old for the batch after it.
 
         The tasks of failed, stale and lost groups are issued again. ``find_lost`` returns the positions of references
         to groups that no node has any more.
@@ -245,17 +245,17 @@ class BatchCollector:
         }
 
     def _num_due(self) -> int:
-        """Return the number of groups in flight that this batch is the last for, if the recipe waits for them."""
+        """Return the number of groups in flight for which this batch is the last, if the recipe waits for them."""
         if self._fault_tolerance.stale_groups == "drop":
             return 0
         oldest = self._policy_version - self._config.training.max_policy_lag
         return sum(number for version, number in self._in_flight.items() if version <= oldest)
 
     def _route_finished(self, group: FinishedGroup) -> None:
-        """Keep a group that can be trained; else issue its task again, or give it up after its last try.
+        """Keep a trainable group; else issue its task again, or give it up after its last try.
 
-        A group with failed trajectories is kept, without them, as ``failed_trajectories`` says, or after the last try
-        of its task. At least two must be left, as one alone has no baseline.
+        A group with failed trajectories is kept, without them, if ``failed_trajectories`` allows it or after the last
+        try of its task. At least two must be left, as one alone has no baseline.
         """
         summary, rules = group.summary, self._fault_tolerance
         self._in_flight[group.request.policy_version] -= 1
@@ -288,7 +288,7 @@ class BatchCollector:
     def trained(self, batch: Sequence[FinishedGroup]) -> list[FinishedGroup]:
         """Count the tasks of a batch that the learner has used, and of the groups set aside for it; return the latter.
 
-        A group that was set aside has nothing to teach: its task is done, too.
+        The task of a group that was set aside is done, too, as it has no gradient.
         """
         set_aside = self._buffer.drop_set_aside()
         for group in [*batch, *set_aside]:

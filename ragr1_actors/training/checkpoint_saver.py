@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training continues."""
+"""Checkpoints written while training continues."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class CheckpointSaver:
     """
 
     def __init__(self, checkpoints: Checkpoints, learners: LearnerGroup) -> None:
-        """Save ``learners`` into ``checkpoints``."""
+        """Take the checkpoints and the learners to save."""
         self._checkpoints = checkpoints
         self._learners = learners
         self._step: int | None = None
         self._writer: FolderWriter
 
     def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
-        """Begin the checkpoint ``step_<step>``, once the one before is whole; errors as of ``Algorithm.save``."""
+        """Begin the checkpoint ``step_<step>``, once the previous one is whole; errors as in ``Algorithm.save``."""
         self.finish()
         self._writer = self._checkpoints.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
         self._learners.begin_save(self._writer)
         self._step = step
 
     def commit_if_written(self) -> None:
-        """Give the checkpoint its name if it is written; return at once if it is not. Raises as ``finish``."""
+        """Give the checkpoint its name if it is written, else return at once. Raises as ``finish``."""
         if self._step is not None and self._learners.is_written():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the checkpoint that was begun, if any, is whole; ``UserError`` if it could not be written."""
+        """Wait until a begun checkpoint is whole; raises ``UserError`` if it could not be written."""
         if self._step is None:
             return
         step, self._step = self._step, None

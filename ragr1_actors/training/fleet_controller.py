@@ -1,4 +1,4 @@
-"""FleetController: gives the fleets of a live run other sizes, as their load or a person wants.
+"""FleetController: changes the sizes of a live run's fleets, by their load or a person's order.
 
 ::
 
@@ -6,8 +6,8 @@
                                                          ├──► scale_to ──► log, metrics, report
     scale.json of the run directory (ragr1 scale) ───────┘
 
-``EnvRunnerGroup.collect`` and ``LearnerGroup.update`` call ``tick`` about once a second while they wait. So all of it
-runs in the driver's one thread.
+``EnvRunnerGroup.collect`` and ``LearnerGroup.update`` call ``tick`` about once a second while they wait, so that
+everything runs in the driver's thread.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from ragr1_actors.runs.store import RunStore
 from retrieval.replicas.replica_set import ReplicaSet
 
 TICK_S = 1.0
-"""Between two looks at the fleets and at the orders."""
+"""Seconds between two looks at the fleets and at the orders."""
 STORED_ORDER_S = 10.0
-"""Between two looks at the orders of a run at a URI."""
+"""Seconds between two looks at the orders of a run at a URI."""
 NO_ROOM_AFTER_S = 60.0
-"""After this time without a place for a new actor, the decision says so. Adding a node takes Ray about this long."""
+"""Seconds without a place for a new actor after which a warning says so. Adding a node takes Ray about this long."""
 
 logger = logging.getLogger(__name__)
 
 
 class LearnerClock:
-    """What the learner does over time: the signals by which env runners are scaled."""
+    """Times of the learner, the signals by which env runners are scaled."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with a learner that has done nothing yet; ``clock`` returns seconds."""
         self._clock = clock
         self.num_batches = self.num_stale = 0
-        """As of ``LearnerState``."""
+        """Counts as in ``LearnerState``."""
         self._sums = {"busy": 0.0, "waited": 0.0}
         self._doing: tuple[str, float] | None = None
 
     @contextmanager
     def works(self) -> Iterator[None]:
-        """Count the seconds of the block as those of the learner's work on a batch that it takes now."""
+        """Count the seconds of the block as work of the learner on a batch that it takes now."""
         self.num_batches += 1
         with self._count("busy"):
             yield
 
     @contextmanager
     def waits(self) -> Iterator[None]:
-        """Count the seconds of the block as those in which the learner waits for samples."""
+        """Count the seconds of the block as waiting of the learner for samples."""
         with self._count("waited"):
             yield
 
@@ -99,17 +99,17 @@ class _Controlled:
 
     name: FleetName
     prefix: str
-    """The names of its metrics begin with it: ``env_runners/``."""
+    """Beginning of the names of its metrics: ``env_runners/``."""
     group: EnvRunnerGroup | ReplicaSet
     num_replicas: int
-    """The size that is wanted."""
+    """Wanted size."""
     make_scaler: Callable[[int], Autoscaler] | None
-    """Given the size; None if the fleet has no settings for autoscaling."""
+    """Function of the size that returns an autoscaler; None if the fleet has no settings for autoscaling."""
     scaler: Autoscaler | None = None
-    """None also while a person has chosen the size."""
+    """Autoscaler; None without settings, and while a person has chosen the size."""
     state: FleetState | None = None
     replica_s: float = 0.0
-    """Replicas that took requests or started, times seconds."""
+    """Replica-seconds of replicas that took requests or started."""
     has_no_room_since_s: float | None = None
     said_no_room: bool = False
 
@@ -121,14 +121,14 @@ class _Controlled:
         self.state = state
 
     def metrics(self) -> dict[str, float]:
-        """Return its sizes and what it has cost so far."""
+        """Return the sizes and the replica-seconds so far."""
         running, starting = (self.state.num_running, self.state.num_starting) if self.state else (0, 0)
         values = {"target": self.num_replicas, "running": running, "starting": starting, "replica_s": self.replica_s}
         return {f"{self.prefix}{name}": float(value) for name, value in values.items()}
 
 
 class FleetController:
-    """Decides about the fleets of one run while it is under way."""
+    """Decides about the sizes of the fleets of one run."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class FleetController:
         num_finished_batches: Callable[[], float],
         learner_actors: Callable[[], list[Any]],
     ) -> None:
-        """Begin with the fleets as they were started.
+        """Begin with the fleets in their first sizes.
 
-        ``num_finished_batches`` returns how many batches of finished groups wait for the learner, and
-        ``learner_actors`` the actors of the learner ranks.
+        ``num_finished_batches`` returns the number of batches that wait for the learner, and ``learner_actors`` the
+        actors of the learner ranks.
         """
         self._learner_actors = learner_actors
         self.learner = LearnerClock()
@@ -208,7 +208,7 @@ class FleetController:
         controlled.has_no_room_since_s, controlled.said_no_room = None, False
 
     def _look_for_room(self, controlled: _Controlled) -> None:
-        """Say once after a decision that new replicas have no place."""
+        """Warn once after a decision if new replicas have no place."""
         if controlled.said_no_room or not (waiting := controlled.group.fleet.unplaced()):
             controlled.has_no_room_since_s = None
             return
@@ -237,7 +237,7 @@ class FleetController:
                 return
             self._order_id = order.order_id
             write_answer(self._store, self._obey(order))
-        except (UserError, OSError) as error:  # of a person's file, or of the storage: the run goes on
+        except (UserError, OSError) as error:  # of a person's file, or of the storage: the run continues
             logger.warning("an order of ragr1 scale is left out: %s", error)
 
     def _kill(self, order: ScaleOrder) -> ScaleAnswer:
@@ -247,7 +247,7 @@ class FleetController:
         if not found:
             return ScaleAnswer(order_id=order.order_id, message=f"none of the {order.kill} is up", is_refused=True)
         logger.warning("ragr1 chaos kills one of %d %s", len(found), order.kill)
-        ray.kill(random.choice(found), no_restart=False)  # which of them decides the chance
+        ray.kill(random.choice(found), no_restart=False)  # chance decides which of them
         return ScaleAnswer(order_id=order.order_id, message=f"killed one of {len(found)} {order.kill}")
 
     def _obey(self, order: ScaleOrder) -> ScaleAnswer:

@@ -1,4 +1,4 @@
-"""Guard: alarms on the metrics in which a collapse shows before the reward does.
+"""Guard: alarms on metrics that show a collapse before the reward does.
 
 ::
 
@@ -9,10 +9,10 @@
 
 RL on search tasks collapses after tens to hundreds of iterations. Before the answers get worse, entropy jumps or
 vanishes, good actions become less likely (lazy likelihood displacement, arXiv:2512.04220), gradients grow, turns lose
-their format and searches stop. The metrics are means over a whole batch; the defaults leave room for the noise of
-small batches and for the slow change of a healthy run.
+their format and searches stop. The metrics are means over a whole batch; the defaults leave room for the noise of small
+batches and for the slow change of a healthy run.
 
-The guard is pure: the same metrics and settings give the same alarms, also if its state was saved in between.
+The guard is pure: the same metrics and settings give the same alarms, even if its state was saved in between.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ragr1_actors.core.config import AlarmName, GuardAction, GuardSettings
 from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState, Track
 
 Unit = Literal["times", "plus", "absolute"]
-"""What limits are: factors of the baseline, differences from it, or values."""
+"""Meaning of limits: factors of the baseline, differences from it, or values."""
 Limits = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an alarm watches, and between which limits it keeps silent."""
+    """Metric of an alarm, and the limits between which it is silent."""
 
     metric: str
     unit: Unit
     low: float | None = None
     high: float | None = None
     slack: float = 0.0
-    """Distance from the baseline, in the metric's unit, that is always allowed: a factor of almost 0 means nothing."""
+    """Distance from the baseline, in the metric's unit, that is always allowed: a factor of almost 0 says little."""
     from_best: bool = False
     """Whether the baseline is the highest median so far, and not the newest: a slow fall counts, too."""
 
     def bounds(self, baseline: float | None) -> Limits:
-        """Return the least and greatest value that are allowed; without a baseline, every value."""
+        """Return the least and greatest allowed values; without a baseline, all are allowed."""
         if self.unit == "absolute":
             return self.low, self.high
         if baseline is None:
@@ -72,10 +72,10 @@ RULES: dict[AlarmName, Rule] = {
 
 
 class Guard:
-    """Watches one run. Call ``observe`` once per iteration; ``state`` is what a resumed run begins with."""
+    """Watches one run. Call ``observe`` once per iteration; a resumed run begins with ``state``."""
 
     def __init__(self, settings: GuardSettings, state: GuardState | None = None) -> None:
-        """Begin without a history, or with that of a checkpoint."""
+        """Begin without a history, or with the history in a checkpoint."""
         self.settings = settings
         self.state = state or GuardState()
         self._rules = {
@@ -90,7 +90,7 @@ class Guard:
     def observe(self, iteration: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Take the metrics of an iteration and return the alarms that begin in it.
 
-        A metric that is missing, as those of the learner in an iteration without a step, changes nothing.
+        A missing metric, such as the learner's in an iteration without a step, changes nothing.
         """
         begun = [
             alarm
@@ -132,7 +132,7 @@ class Guard:
 
     @property
     def is_suspicious(self) -> bool:
-        """Whether a metric is outside its limits whose alarm would roll back: no state to go back to."""
+        """Whether a metric is outside limits whose alarm would roll back, so that the run must not return to here."""
         tracks = self.state.tracks
         return any(
             self._action(name) == "roll_back" and name in tracks and tracks[name].num_outside for name in self._rules
@@ -144,26 +144,26 @@ class Guard:
         return answered
 
     def why_stop(self, alarms: list[Alarm]) -> str:
-        """Return why these alarms do not roll back, to follow ``the guard stopped the run``; empty if they do."""
+        """Return why these alarms stop the run, to follow ``the guard stopped the run``; empty if they roll back."""
         if any(alarm.action == "stop" for alarm in alarms):
             return " as training.guard says"
         num_roll_backs = self.state.num_roll_backs
         return f" after {num_roll_backs} roll-backs" if num_roll_backs >= self.settings.max_roll_backs else ""
 
     def last_good(self, alarms: list[Alarm]) -> int:
-        """Return the newest iteration whose policy showed nothing of the alarms.
+        """Return the newest iteration whose policy did not show the alarms.
 
-        The metrics of an iteration are those of the policy before its update.
+        The metrics of an iteration belong to the policy before its update.
         """
         return min(self.state.tracks[alarm.name].outside_since for alarm in alarms) - 2
 
     @property
     def next_lr_factor(self) -> float:
-        """What the learning rate of the configuration is multiplied by after one more roll-back."""
+        """Return the factor of the configuration's learning rate after one more roll-back."""
         return float(self.settings.lr_factor ** (self.state.num_roll_backs + 1))
 
     def rolled_back(self, alarms: list[Alarm], iteration: int, then: GuardState) -> None:
-        """Go on from ``iteration``, whose state was ``then``, because of ``alarms``; alarms and counts are kept."""
+        """Continue from ``iteration``, whose state was ``then``, because of ``alarms``; alarms and counts are kept."""
         kept = [replace(a, rolled_back_to=iteration) if a in alarms else a for a in self.state.alarms]
         num_roll_backs = self.state.num_roll_backs + 1
         self.state = replace(then, alarms=kept, unanswered=[], num_roll_backs=num_roll_backs)

@@ -1,4 +1,4 @@
-"""``ragr1 train --profile N``: where the time of some iterations goes.
+"""``ragr1 train --profile N``: the largest costs of some iterations.
 
 ::
 
@@ -31,7 +31,7 @@ class Cost:
     name: str
     seconds: float
     share: float
-    """Of the wall time of the iterations."""
+    """Share of the wall time of the iterations."""
 
 
 def largest_costs(rows: Sequence[Mapping[str, float]], ranks: Sequence[RankProfile]) -> list[Cost]:
@@ -50,7 +50,7 @@ def largest_costs(rows: Sequence[Mapping[str, float]], ranks: Sequence[RankProfi
 
 
 def write_timelines(run_dir: Path, ranks: Sequence[RankProfile]) -> Path:
-    """Write the timeline of every rank and that of Ray's tasks; return their folder."""
+    """Write the timelines of all ranks and of Ray's tasks; return their folder."""
     import ray
 
     folder = run_dir / FOLDER

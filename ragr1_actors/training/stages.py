@@ -1,6 +1,6 @@
 """TrainingRun: the stages of a run in its directory, with progress bars, checkpoints and report.
 
-This is what ``ragr1 train`` does. ``Algorithm`` trains; a ``TrainingRun`` decides what it does next and what is logged.
+``ragr1 train`` runs it. ``Algorithm`` trains; a ``TrainingRun`` chooses its next step and logs.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from ragr1_actors.training.guard import Guard
 from ragr1_actors.training.profiling import largest_costs, write_timelines
 
 SFT_CHECKPOINT_STEPS = 100
-"""Optimizer steps of SFT between two checkpoints, which take some minutes."""
+"""Optimizer steps of SFT between two checkpoints; they take some minutes."""
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """One run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
+    """Training run. ``execute()`` continues it from its newest checkpoint, or from the start, to its end."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class TrainingRun:
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
-                    # an interrupt saves nothing here: the newest checkpoint is newer than the state
+                    # An interrupt saves nothing here: the newest checkpoint is newer than the state
                     with elapsed_time(self._console, "loading the newest checkpoint"):
                         self._restore(algorithm)
                     recall = algorithm.measure_recall()
@@ -155,7 +155,7 @@ class TrainingRun:
                         self._run_stages(algorithm, logger)
                     except KeyboardInterrupt:
                         interrupts.acknowledge()
-                        if not interrupts.is_torn:  # else learner and task ledger differ; the one before is valid
+                        if not interrupts.is_torn:  # else learner and ledger differ; the one before is valid
                             self._save(algorithm)
                         raise
                 finally:
@@ -168,7 +168,7 @@ class TrainingRun:
         return report
 
     def _report(self, algorithm: Algorithm, peak_rss_bytes: int) -> RunReport:
-        """Return the report so far, without what is in the files of the run."""
+        """Return the report so far, without the contents of the run's files."""
         return RunReport(
             stages=tuple(self._stages),
             wall_s=self._wall_s(),
@@ -185,14 +185,14 @@ class TrainingRun:
 
     @contextmanager
     def _page_of_early_end(self, report: Callable[[], RunReport]) -> Iterator[None]:
-        """Write ``report.html`` if the block raises, be it an interrupt; what hinders that is printed, and no more."""
+        """Write ``report.html`` if the block raises, even an interrupt; an error of this is only printed."""
         try:
             yield
         except BaseException:
             try:
                 if (self._run_dir / METRICS_FILE).stat().st_size:  # else nothing was measured
                     self._write_page(report(), is_finished=False)
-            except Exception as error:  # a boundary of the process: why the run ended must not be lost
+            except Exception as error:  # a process boundary: the reason why the run ended must not be lost
                 if not is_no_room(error):
                     self._print(f"{REPORT_HTML} was not written: {one_line(error)}")
             raise
@@ -232,7 +232,7 @@ class TrainingRun:
         self._saved = time.monotonic()
 
     def _is_due(self, step: int, interval: int) -> bool:
-        """Whether a checkpoint is due after ``step``: ``interval`` steps, or minutes, after the one before."""
+        """Return whether a checkpoint is due after ``step``: ``interval`` steps, or minutes, after the previous one."""
         interval_s = 60 * self._config.checkpointing.interval_minutes
         return step % interval == 0 or 0 < interval_s <= time.monotonic() - self._saved
 
@@ -245,7 +245,7 @@ class TrainingRun:
 
     def _describe(self, workspace: PreparedRun, recall: dict[str, float]) -> None:
         for note in workspace.notes:
-            self._console.print(note, markup=False)  # a shape such as "text": [paragraph, ...] is no markup
+            self._console.print(note, markup=False)  # a shape such as "text": [paragraph, ...] is not markup
         shares = ", ".join(f"{name} {value:.2f}" for name, value in recall.items())
         self._console.print(
             f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"
@@ -327,7 +327,7 @@ class TrainingRun:
             )
 
     def _profile(self, algorithm: Algorithm, metrics: dict[str, float], *, is_last: bool) -> None:
-        """Begin the profile after the first iteration, and end it after the last of those asked for."""
+        """Begin the profile after the first iteration, and end it after the last requested one."""
         if not self._num_profiled:
             return
         if self._profiled is None:
@@ -354,7 +354,7 @@ class TrainingRun:
         """Begin an evaluation and write a checkpoint after an iteration with these metrics, if they are due."""
         iteration, interval = algorithm.iteration, self._config.evaluation.interval
         is_due = self._is_due(iteration, self._config.checkpointing.interval)
-        # after skipped steps only, the state is not saved: the checkpoint before is the one to continue from
+        # After skipped steps only, the state is not saved: the previous checkpoint is the one to continue from
         is_stuck = metrics.get("learner/skipped_steps", 0.0) >= metrics["learner/num_steps"] > 0
         is_sound = not is_stuck and not self._guard.is_suspicious
         if interval and iteration % interval == 0:
@@ -363,7 +363,7 @@ class TrainingRun:
             self._save(algorithm, wait=False)
 
     def _lacks_evaluation(self, iteration: int) -> bool:
-        """Whether a run that was resumed after ``iteration`` has no evaluation of it, and should."""
+        """Return whether a run that was resumed after ``iteration`` has no evaluation of it, and should."""
         interval = self._config.evaluation.interval
         if not (interval and 0 < iteration < self._config.training.num_iterations and iteration % interval == 0):
             return False
@@ -439,7 +439,7 @@ class TrainingRun:
         return self._score(result)
 
     def describe_end(self, report: RunReport) -> None:
-        """Print the table of results, and the paths of what was written."""
+        """Print the table of results, and the paths of the written files."""
         run_dir = str(self._store).partition("?")[0]
         self._console.print(render_table(report))
         if failed := report.failed_tasks:

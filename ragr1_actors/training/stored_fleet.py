@@ -1,8 +1,8 @@
-"""Training on trajectories that were sampled before, which ``StoredGroups`` reads.
+"""StoredFleet: training on trajectories that were sampled earlier, which ``StoredGroups`` reads.
 
-``StoredFleet`` takes the place of the env runners' fleet. It answers each request at once, with a stored group of the
-task; only evaluations are sampled. The stored log-probs are the denominator of the policy ratio, so the corrections of
-the policy gradients apply.
+It replaces the env runners' fleet and answers each request at once, with a stored group of the task; only evaluations
+are sampled. The stored log-probs are the denominator of the policy ratio, so the corrections of the policy gradients
+apply.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class StoredFleet:
     """Answers requests for training with stored groups; the fleet behind it samples evaluations."""
 
     def __init__(self, fleet: GroupFleet, stored: StoredGroups) -> None:
-        """Take groups from ``stored``."""
+        """Take the fleet for evaluations and the stored groups."""
         self._fleet, self._stored = fleet, stored
         self._ready: list[FinishedGroup] = []
 
@@ -36,14 +36,14 @@ class StoredFleet:
         return len(self._ready) + self._fleet.num_finished
 
     def submit(self, request: GroupRequest) -> None:
-        """Answer at once. No group is too old: its version is that of the request."""
+        """Answer at once. No group is too old: it gets the version of the request."""
         group = self._stored.group(request.task.task_id, request.epoch)
         group = replace(group, task=request.task)
         summary = replace(summarize(group), oldest_version=request.policy_version, num_sampled_tokens=0)
         self._ready.append(FinishedGroup(request, summary, groups_to_record_batch([group])))
 
     def collect(self) -> list[FinishedGroup]:
-        """Return the groups that were asked for; without any, wait for those of an evaluation."""
+        """Return the requested groups; without any, wait for those of an evaluation."""
         if not self._ready:
             return self._fleet.collect()
         taken, self._ready = self._ready, []

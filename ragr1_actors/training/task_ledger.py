@@ -1,4 +1,4 @@
-"""TaskLedger: the books of the tasks. Each is trained or skipped once per epoch, through failures and resumes."""
+"""TaskLedger: the books of the tasks. Each task is trained or skipped once per epoch, through failures and resumes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TaskLedger:
     """Issues the tasks in the order of a ``Curriculum``, and remembers which are outstanding.
 
     An issue is outstanding until it is ``trained``, or until ``give_up`` after too many failures: while it waits, while
-    it is sampled, while its group is in the buffer and while the learner works on it. The state therefore holds no
-    group and no request. A resumed run issues outstanding tasks again; their groups, finished ones included, are
-    sampled anew. What is trained changes only together with the learner, so no task is lost or trained twice.
+    it is sampled, while its group is in the buffer and while the learner works on it. So the state holds no group and
+    no request. A resumed run issues outstanding tasks again; their groups, finished ones included, are sampled again.
+    The trained tasks change only together with the learner, so no task is lost or trained twice.
 
-    The state has the rest of the epoch's order too. The counts do not rely on it: they know what an epoch issued,
-    skipped and trained. A task that an order repeats is counted as doubled, and one that it leaves out as lost.
+    The state also has the rest of the epoch's order. The counts do not rely on it: they hold what an epoch issued,
+    skipped and trained. A task that an order repeats counts as doubled, and one that it leaves out as lost.
     """
 
     def __init__(self, tasks: Sequence[Task], seed: int, curriculum: Curriculum) -> None:
@@ -44,25 +44,25 @@ class TaskLedger:
         self._fingerprint = hashlib.sha256(texts.encode()).hexdigest()
         self._epoch = 0
         self._order = deque(range(len(tasks)))
-        """What is left of the epoch: positions of tasks."""
+        """Remaining tasks of the epoch, as positions in their order."""
         self._is_due = True
         """Whether the curriculum orders them before the next one is issued."""
         self._issued_ids: set[str] = set()
         self._skipped_ids: set[str] = set()
         """Ids of the tasks that this epoch has issued, and of those that it has skipped."""
         self._trained_ids: set[str] = set()
-        """Ids of the issues that were trained, in this epoch and in earlier ones with outstanding issues."""
+        """Ids of the trained issues, in this epoch and in earlier ones with outstanding issues."""
         self._num_never_issued = 0
         self._again: deque[GroupRequest] = deque()
         self._outstanding: dict[str, GroupRequest] = {}
         self.num_issued = self.num_trained = self.num_skipped = self.num_doubled = 0
         self._stats: dict[str, TaskStats] = {}
         self.failed_tasks: list[FailedTask] = []
-        """Once for each epoch, in the order in which they were given up."""
+        """Tasks given up, once per epoch, in their order."""
         self._quarantined: set[str] = set()
 
     def next(self) -> GroupRequest:
-        """Return the next issue: one to sample again, else the next task of the epoch that is not passed over.
+        """Return the next issue: one to sample again, else the next task of the epoch that is not skipped.
 
         Raises:
             FleetError: every task is in quarantine.
@@ -83,7 +83,7 @@ class TaskLedger:
         return issue
 
     def _upcoming(self) -> Task:
-        """Return the task whose turn it is."""
+        """Return the next task of the epoch."""
         if not self._order:
             self._begin_epoch()
         if self._is_due:

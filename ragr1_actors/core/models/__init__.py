@@ -1,1 +1,1 @@
-"""Model folders as Hugging Face keeps them: their files, shapes, and code that they bring."""
+"""Model folders of Hugging Face: their files, shapes, and code that they bring."""

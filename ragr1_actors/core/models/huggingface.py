@@ -1,10 +1,9 @@
-"""What the package uses of transformers' model classes, imported without scikit-learn, SciPy and boto3.
+"""Model classes of transformers, imported without scikit-learn, SciPy and boto3.
 
-transformers imports the first two where they are installed, for assisted generation and for the losses of object
+transformers imports the first two if they are installed, for assisted generation and for the losses of object
 detection. boto3 comes with accelerate, which can start a training on SageMaker. Nothing here uses these, and the first
-two are a fifth of the CPU time that an env runner needs until it can load a policy:
-`time python -c "import ray, ragr1_actors.rollout.engines.transformers_engine"` has 8.9 s with them and 7.1 s without
-(medians of three, two cores).
+two are a fifth of the CPU time that an env runner needs until it can load a policy: `time python -c "import ray,
+ragr1_actors.rollout.engines.transformers_engine"` has 8.9 s with them and 7.1 s without (medians of three, two cores).
 """
 
 from __future__ import annotations

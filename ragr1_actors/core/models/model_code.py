@@ -1,7 +1,7 @@
 """Python code in the folder of a model: refused, unless the recipe trusts it.
 
-transformers imports such code where ``auto_map`` in a configuration of the folder names it, and asks on the terminal
-first unless it is told what to do. Every caller of transformers tells it, by ``trust_remote_code``.
+transformers imports such code if ``auto_map`` in a configuration of the folder names it, and asks on the terminal first
+unless ``trust_remote_code`` is given. Every caller of transformers gives it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ragr1_actors.core.files import read_json
 
 
 def find_code(folder: Path) -> str:
-    """Return the file of a model's folder that names code to import, such as ``config.json``; "" if none does."""
+    """Return the file of a model's folder that names code to import, such as ``config.json``; "" if there is none."""
     for path in sorted(folder.glob("*config.json")):  # tokenizer_config.json, processor_config.json
         with suppress(DataError):  # the loading reports a damaged file
             content = read_json(path)
@@ -24,7 +24,7 @@ def find_code(folder: Path) -> str:
 
 
 def check_code(policy: str | Path, *, trusted: bool) -> None:
-    """Refuse the folder of a policy that brings code. Of a hub name, transformers refuses code that it would need.
+    """Refuse the folder of a policy that brings code. For a hub name, transformers refuses the code.
 
     Raises:
         ConfigError: the folder brings code, and ``policy.trust_remote_code`` is not set.

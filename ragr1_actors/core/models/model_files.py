@@ -1,7 +1,7 @@
-"""The files of a policy's folder: damaged ones, and weights of another model than the configuration's, are refused.
+"""Files of a policy's folder: damaged files, and weights that do not fit the configuration, are refused.
 
-transformers reads each kind of file with another library, and each has other exceptions. Weights that are missing it
-makes up, and weights for which the model has no place it leaves out.
+transformers reads each kind of file with another library, with other exceptions. It fills missing weights with random
+numbers, and drops weights that the model does not have.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ragr1_actors.core.files import read_json
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 ADVICE = "copy the folder again, or take another model or checkpoint"
 LOAD_ERRORS = (OSError, ValueError, TypeError, AttributeError, ArithmeticError)
-"""What transformers raises for a damaged configuration, beside ``StrictDataclassError``."""
+"""Errors that transformers raises for a damaged configuration, besides ``StrictDataclassError``."""
 
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json")
 
 
 def is_weight(name: str) -> bool:
-    """Return whether a file of a model's folder holds weights, or says which file holds which."""
+    """Return whether a file of a model's folder holds weights, or maps weights to files."""
     return name.endswith(_WEIGHT_SUFFIXES)
 
 
 def check_files(folder: str | Path, *, weights: bool = False) -> None:
     """Compare a model's folder with its list, and read its JSON files and the headers of its weights.
 
-    The headers tell a file that was cut where a folder has no list. A process that uses the ``weights`` has them read,
-    others only look at their size. Nothing is checked of a hub name. Raises ``DataError``: names the file.
+    The headers show a file that was cut if a folder has no list. With ``weights`` the weights are read, else only their
+    size is compared. A hub name is not checked. Raises ``DataError``, which names the file.
     """
     try:
         check_digests(Path(folder), is_read=lambda name: weights or not is_weight(name))
@@ -56,12 +56,12 @@ def check_files(folder: str | Path, *, weights: bool = False) -> None:
 
 
 def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return what ``AutoModelForCausalLM.from_pretrained`` does with ``options``.
+    """Return the result of ``AutoModelForCausalLM.from_pretrained`` with ``options``.
 
     With ``device_map="meta"`` no weights are read. ``check_files`` has read the files before.
 
     Raises:
-        DataError: there is no such model, or the weights are not those of the model in ``config.json``.
+        DataError: there is no such model, or the weights do not fit the model in ``config.json``.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -85,7 +85,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     problems = {
         "missing": found["missing_keys"],
         "of another shape": {name for name, *_ in found["mismatched_keys"]},
-        # of a module that the model has: a published model may have more modules, such as those of other tasks
+        # of a module that the model has: a published model may have more modules, such as heads for other tasks
         "too many": {name for name in found["unexpected_keys"] if name.rpartition(".")[0] in modules},
     }
     for problem, names in problems.items():
@@ -99,7 +99,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
 
 @contextmanager
 def _without_output() -> Iterator[None]:
-    """Have transformers print neither a progress bar nor a table of the weights; the error says what is wrong."""
+    """Keep transformers from printing a progress bar and a table of the weights; the error says what is wrong."""
     from transformers.utils import logging
 
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""The sizes of a decoder-only language model, read from its ``config.json``: parameters, and bytes per token.
+"""Sizes of a decoder-only language model, read from its ``config.json``: parameters, and bytes per token.
 
 Pure arithmetic: no model is loaded. ``ragr1 plan`` computes memory and time from it.
 """
@@ -34,12 +34,12 @@ HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 152_064},
 }
-"""Sizes of models that recipes name, from the ``config.json`` of each on its hub page; ``-Instruct`` has the same."""
+"""Sizes of models that recipes name, from the ``config.json`` on their hub pages; ``-Instruct`` has the same."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder with gated MLP and grouped-query attention."""
+    """Sizes of a dense decoder with gated MLP and grouped-query attention."""
 
     hidden_size: int
     intermediate_size: int
@@ -101,7 +101,7 @@ class ModelShape:
             ConfigError: there is no ``config.json``, or it is not one of ``MODEL_TYPES``.
         """
         known, is_folder = HUB_CONFIGS.get(model.removesuffix("-Instruct")), Path(model).is_dir()
-        if known is not None and not is_folder:  # a folder is what is loaded
+        if known is not None and not is_folder:  # a folder of this name is what is loaded
             return cls.from_config(known, model)
         path = Path(model) / "config.json"
         if is_folder and not path.is_file():
@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding; an untied head has as many again."""
+        """Parameters of the embedding; an untied head has as many in addition."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -140,18 +140,18 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, a tied head counted once: 7,615,616,512 for Qwen2.5-7B."""
+        """Number of parameters, a tied head counted once: 7,615,616,512 for Qwen2.5-7B."""
         return self.backbone_parameters + (0 if self.is_tied else self.embedding_parameters)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values of one token in all layers: 57,344 for Qwen2.5-7B in bfloat16."""
+        """Return the bytes of keys and values of one token in all layers: 57,344 for Qwen2.5-7B in bfloat16."""
         return 2 * self.num_layers * self.kv_size * element_bytes
 
     @property
     def forward_flops_per_token(self) -> int:
-        """FLOPs of one forward pass without attention's pairs: 2 per parameter of the layers and the head.
+        """FLOPs per token of one forward pass without attention's pairs: 2 per parameter of the layers and the head.
 
-        Chowdhery et al., arXiv:2204.02311, appendix B.
+        Source: Chowdhery et al., arXiv:2204.02311, appendix B.
         """
         return 2 * (self.num_layers * self.layer_parameters + self.embedding_parameters)
 

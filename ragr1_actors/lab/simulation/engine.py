@@ -1,7 +1,7 @@
 """SimulatedEngine and SimulatedReplica: they take the time of an engine and of a retriever, and compute nothing.
 
-An engine's rows decode in step, so all progress alike: after ``V`` tokens of progress each row has ``V`` more than when
-it joined. One timer waits for the row that is done first, and an event is a turn, or a query in it, and never a token.
+The rows of an engine decode in step: after ``V`` tokens of progress each row has ``V`` more than when it joined. One
+timer waits for the row that ends first, and an event is a turn, or a query in it, but not a token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ragr1_actors.planning.pace import EnginePace, SearchPace
 from retrieval.base import Hits
 
 LoadAt = Callable[[float], float]
-"""How much work a token is at a time in seconds; 1 is the pace's own."""
+"""Function that returns the work of a token at a time in seconds; 1 is the pace's value."""
 SPREAD = 0.2
-"""Of the logarithm of a batch's seconds at a retriever."""
+"""Standard deviation of the logarithm of a batch's seconds at a retriever."""
 
 
 class SimulatedEngine:
@@ -33,27 +33,27 @@ class SimulatedEngine:
     def __init__(
         self, loop: VirtualLoop, pace: EnginePace, query_format: QueryFormat, load_at: LoadAt, version: int
     ) -> None:
-        """Begin without rows; ``version`` is that of the policy."""
+        """Begin without rows; ``version`` is the policy's."""
         self._pace, self._query_format, self._load_at = pace, query_format, load_at
         self._version = version
         self._attempts: dict[str, Attempt] = {}
         self._next_turn: dict[str, int] = {}
-        self._cached: dict[str, int] = {}  # tokens of each trajectory whose cache is there
+        self._cached: dict[str, int] = {}  # tokens of each trajectory in the cache
         self._loop = loop
         self._progress = 0.0  # tokens that a row has got since the start
-        self._progress_s = self._loop.time()  # when that was so
-        self._prefilled_s = 0.0  # until when all rows wait for prompts to be read
-        self._events: list[tuple[float, int, Callable[[], None]]] = []  # progress, order, what happens then
+        self._progress_s = self._loop.time()  # time of this progress
+        self._prefilled_s = 0.0  # time until which all rows wait for prompts to be read
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # progress, order, callback
         self._order = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_changed = self._is_paused = False
-        self._num_context = 0  # tokens that the rows began with
+        self._num_context = 0  # number of tokens with which the rows began
         self.num_rows = 0
         self.num_tokens = 0
-        """Sampled since the start."""
+        """Number of tokens sampled since the start."""
 
     def play(self, request_id: str, attempt: Attempt) -> None:
-        """Set what a request will do; after its last turn it answers again."""
+        """Set the turns of a request; after its last turn it answers again."""
         self._attempts[request_id] = attempt
 
     async def generate(
@@ -95,11 +95,11 @@ class SimulatedEngine:
             by_id.pop(request_id, None)
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Set the version, as ``publish``."""
+        """Set the version, like ``publish``."""
         self.publish(version)
 
     def publish(self, version: int) -> None:
-        """Set the version. The rows wait for their caches to be computed again; other trajectories do so later."""
+        """Set the version. The rows wait until their caches are computed again; other trajectories wait later."""
         self._advance()
         self._version = version
         self._cached.clear()
@@ -107,22 +107,22 @@ class SimulatedEngine:
         self._change()
 
     def pause(self) -> None:
-        """Let all rows stand still until ``resume``."""
+        """Stop all rows until ``resume``."""
         self._advance()
         self._is_paused = True
         self._change()
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue all rows."""
         self._advance()
         self._is_paused = False
         self._change()
 
     async def check(self) -> None:
-        """Nothing to check."""
+        """Do nothing: nothing can be wrong."""
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: nothing is held."""
 
     def _expect(self, tokens: float, event: Callable[[], None]) -> None:
         self._order += 1
@@ -142,7 +142,7 @@ class SimulatedEngine:
         self._progress_s = now_s
 
     def _change(self) -> None:
-        """Set the timer anew, once for all changes of this turn of the loop."""
+        """Set the timer again, once for all changes of this turn of the loop."""
         if not self._is_changed:
             self._is_changed = True
             self._loop.call_soon(self._set_timer)
@@ -160,14 +160,14 @@ class SimulatedEngine:
     def _happen(self) -> None:
         self._advance()
         self._timer = None
-        # what is due within a millionth of a token: its timer was set for it
+        # events due within a millionth of a token, as the timer was set for them
         while self._events and self._events[0][0] <= self._progress + 1e-6:
             heapq.heappop(self._events)[2]()
         self._change()
 
 
 class SimulatedReplica:
-    """``Replica`` of an index: one batch after another, in the order in which they come."""
+    """``Replica`` of an index that takes one batch after another, in order of arrival."""
 
     def __init__(self, loop: VirtualLoop, pace: SearchPace, hits: Hits, rng: random.Random) -> None:
         """Find ``hits`` for every query. ``rng`` spreads the times of batches."""
@@ -175,14 +175,14 @@ class SimulatedReplica:
         self._free_s = 0.0
         self._work_s = 0.0
         self.num_queries = self.num_batches = 0
-        """Answered, or waiting here."""
+        """Numbers of queries and batches, answered or waiting here."""
 
     def busy_s(self) -> float:
         """Return the seconds of work until now."""
         return self._work_s - max(0.0, self._free_s - self._loop.time())
 
     async def answer_batch(self, queries: list[str], k: int) -> Sequence[Hits]:
-        """Wait for the batches that came before, and take the time of this one."""
+        """Wait for the earlier batches, and take the time of this one."""
         now_s = self._loop.time()
         work_s = self._pace.batch_s(len(queries)) * self._rng.lognormvariate(-(SPREAD**2) / 2, SPREAD)
         self._free_s = max(now_s, self._free_s) + work_s

@@ -1,7 +1,7 @@
 """SimulatedRunners and SimulatedRetrievers: the two fleets of a run in virtual time.
 
-Each env runner is the real ``EnvRunner`` with a ``SimulatedEngine``. It searches through a real ``PooledRetriever``, as
-every runner of a run does, over the ``SimulatedReplica`` of the fleet, which all runners share.
+Each env runner is the real ``EnvRunner`` with a ``SimulatedEngine``. It searches through a real ``PooledRetriever``,
+like every runner of a run, over the ``SimulatedReplica`` objects of the fleet, which all runners share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from retrieval.replicas.replica_set import REFRESH_S
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """When a replica was asked for, takes requests, and has ended."""
+    """Times at which a replica was asked for, became ready, and ended."""
 
     started_s: float
     ready_s: float
@@ -42,7 +42,7 @@ class _Life:
 
 
 class SimulatedRetrievers:
-    """The replicas, and what the env runners search them with."""
+    """Replicas, with the clients of the env runners."""
 
     def __init__(self, loop: VirtualLoop, config: RunConfig, pace: Pace, workload: Workload, num_replicas: int) -> None:
         """Start with ``num_replicas`` that are ready."""
@@ -62,12 +62,12 @@ class SimulatedRetrievers:
 
     @property
     def num_running(self) -> int:
-        """Replicas that are searched, or will be within ``REFRESH_S``."""
+        """Number of replicas that are searched, or will be within ``REFRESH_S``."""
         return sum(life.ready_s <= self._loop.time() for _, life in self._replicas.values())
 
     @property
     def num_starting(self) -> int:
-        """Replicas that still load."""
+        """Number of replicas that still load."""
         return len(self._replicas) - self.num_running
 
     @property
@@ -79,7 +79,7 @@ class SimulatedRetrievers:
         return [*self._left, *(replica for replica, _ in self._replicas.values())]
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads; requests are queries."""
+        """Return the load for the fleet's autoscaler; requests are queries."""
         loads = [client.pool.load() for client in self._clients.values()]
         waiting, outstanding = sum(load.waiting for load in loads), sum(load.outstanding for load in loads)
         return FleetState(
@@ -93,7 +93,7 @@ class SimulatedRetrievers:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return what ``RetrieverGroup.metrics`` counts: queries, queries per batch, and seconds of work."""
+        """Return the counters of ``RetrieverGroup.metrics``: queries, queries per batch, and seconds of work."""
         queries = sum(replica.num_queries for replica in self._all())
         batches = sum(replica.num_batches for replica in self._all())
         return {
@@ -103,18 +103,18 @@ class SimulatedRetrievers:
         }
 
     def replica_s(self) -> float:
-        """Return the replica-seconds that were paid for."""
+        """Return the paid replica-seconds."""
         return sum(life.seconds(self._loop.time()) for life in self._lives)
 
     def client(self, number: int) -> SimulatedClient:
-        """Return the client of the env runner with a number."""
+        """Return the client of the env runner ``number``."""
         settings = PoolArguments(self._settings.requests.timeout_s, self._settings.requests.max_retries)
         pool = PooledRetriever(self._searched(), settings, seed=self._rng.getrandbits(32))
         self._clients[number] = SimulatedClient(pool, self._hits)
         return self._clients[number]
 
     def forget(self, number: int) -> None:
-        """Forget the client of an env runner that has ended."""
+        """Drop the client of an env runner that has ended."""
         self._clients.pop(number, None)
 
     def scale_to(self, num_replicas: int) -> None:
@@ -147,10 +147,10 @@ class SimulatedRetrievers:
 
 
 class SimulatedClient:
-    """``PacedRetriever`` of one env runner; it answers queries at once that its cache would have answered."""
+    """``PacedRetriever`` of one env runner; queries that its cache would have answered are answered at once."""
 
     def __init__(self, pool: PooledRetriever, hits: Hits) -> None:
-        """Search ``pool``; ``hits`` are those of the cache."""
+        """Take the pool; ``hits`` are the results from the cache."""
         self.pool = pool
         self._hits = hits
 
@@ -176,7 +176,7 @@ class _Runner:
     busy_since_s: float = 0.0
 
     def count(self, num_trajectories: int, now_s: float) -> None:
-        """Count trajectories that are asked for, or came back."""
+        """Count trajectories that were asked for, or came back."""
         if not self.num_in_flight:
             self.busy_since_s = now_s
         self.num_in_flight += num_trajectories
@@ -200,7 +200,7 @@ class SimulatedRunners:
         self._config, self._pace, self._workload, self._retrievers = config, pace, workload, retrievers
         self._load_at = load_at
         self._loop = loop
-        self._max_in_flight = 2 * config.env_runners.max_concurrent_trajectories  # as of EnvRunnerGroup
+        self._max_in_flight = 2 * config.env_runners.max_concurrent_trajectories  # as in EnvRunnerGroup
         self._version = 0
         self._runners: list[_Runner] = []
         self._draining: list[_Runner] = []
@@ -213,20 +213,20 @@ class SimulatedRunners:
         self._loads: list[float] = []
         self._is_any = asyncio.Event()
         self.num_sampled = 0
-        """Trajectories since the start."""
+        """Number of trajectories since the start."""
         self.num_batch_bytes = 0
-        """Of all record batches."""
+        """Bytes of all record batches."""
 
-    # -- as of GroupFleet ------------------------------------------------------------------------------------------
+    # -- methods of GroupFleet --------------------------------------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not collected."""
+        """Number of requests submitted and not collected."""
         return len(self._pending) + self._num_in_flight + len(self._finished)
 
     @property
     def num_finished(self) -> int:
-        """Groups that are finished and not collected."""
+        """Number of groups that are finished and not collected."""
         return len(self._finished)
 
     def submit(self, request: GroupRequest) -> None:
@@ -250,16 +250,16 @@ class SimulatedRunners:
 
     @property
     def num_running(self) -> int:
-        """Runners that take requests."""
+        """Number of runners that take requests."""
         return sum(runner.life.ready_s <= self._loop.time() for runner in self._runners)
 
     @property
     def num_starting(self) -> int:
-        """Runners that still load."""
+        """Number of runners that still load."""
         return len(self._runners) - self.num_running
 
     def state(self) -> FleetState:
-        """Return what the fleet's autoscaler reads; requests are trajectories."""
+        """Return the load for the fleet's autoscaler; requests are trajectories."""
         return FleetState(
             self._loop.time(),
             self.num_running,
@@ -280,16 +280,16 @@ class SimulatedRunners:
         return self._ended_busy_s + sum(busy)
 
     def take_load(self) -> float:
-        """Return the trajectories in flight per runner, over the calls of ``collect`` since the last call of this."""
+        """Return the mean of trajectories in flight per runner over the calls of ``collect`` since its last call."""
         loads, self._loads = self._loads or [0.0], []
         return fsum(loads) / len(loads)
 
     def replica_s(self) -> float:
-        """Return the runner-seconds that were paid for."""
+        """Return the paid runner-seconds."""
         return sum(life.seconds(self._loop.time()) for life in self._lives)
 
     def scale_to(self, num_runners: int, start_s: float | None = None) -> None:
-        """Start runners, which take ``start_s``, the pace's by default; or drain some, as ``EnvRunnerGroup`` does."""
+        """Start runners, which take ``start_s``, or the pace's time; or drain some, as ``EnvRunnerGroup`` does."""
         after_s = self._pace.engine.start_s if start_s is None else start_s
         while len(self._runners) < num_runners:
             self._start(after_s)
@@ -301,18 +301,18 @@ class SimulatedRunners:
             self._end_drained(runner)
 
     def publish(self, version: int) -> None:
-        """Set the version of all engines, those that load included."""
+        """Set the version of all engines, also of those that load."""
         self._version = version
         for runner in [*self._runners, *self._draining]:
             runner.engine.publish(version)
 
     def pause(self) -> None:
-        """Let all engines stand still."""
+        """Stop all engines."""
         for runner in [*self._runners, *self._draining]:
             runner.engine.pause()
 
     def resume(self) -> None:
-        """Let all engines go on."""
+        """Continue all engines."""
         for runner in [*self._runners, *self._draining]:
             runner.engine.resume()
 
@@ -325,10 +325,10 @@ class SimulatedRunners:
         runner = EnvRunner(self._config, CountingTokenizer(), self._retrievers.client(number), engine)
         self._runners.append(_Runner(number, runner, engine, life))
         if after_s:
-            self._loop.call_later(after_s, self._is_any.set)  # the driver gives it what waits
+            self._loop.call_later(after_s, self._is_any.set)  # the driver gives it waiting requests
 
     def poll(self) -> None:
-        """Give requests that wait to the runner with the least to do, if one has room."""
+        """Give waiting requests to the runner with the least load, if one has room."""
         now_s = self._loop.time()
         while self._pending:
             free = [r for r in self._runners if r.num_in_flight < self._max_in_flight and r.life.ready_s <= now_s]
@@ -343,7 +343,7 @@ class SimulatedRunners:
             task.add_done_callback(self._tasks.pop)
 
     async def _sample(self, runner: _Runner, request: GroupRequest) -> None:
-        """Do what ``EnvRunnerActor.sample_group`` does."""
+        """Sample a group like ``EnvRunnerActor.sample_group``."""
         rng = random.Random(f"{self._config.debugging.seed} {request.group_id}")
         for index, attempt in enumerate(self._workload.attempts(rng, request.num_trajectories)):
             runner.engine.play(request.trajectory_id(index), attempt)

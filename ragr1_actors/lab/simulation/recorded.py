@@ -1,4 +1,4 @@
-"""Recording: the pace and the attempts of a run, read from its metrics and trajectories. Starts are not recorded."""
+"""Recording: pace and attempts of a run, read from its metrics and trajectories. Starts are not recorded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ragr1_actors.runs.store import find_store
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 
 NUM_ITERATIONS = 20
-"""Of a run, the newest that are read."""
+"""Number of iterations of a run that are read, the newest."""
 NUM_REFITS = 10
 _GENERATION, _ROWS, _SHARE = "time/generation_s", "time/generation_rows_s", "time/generation_share_s"
 
@@ -33,34 +33,34 @@ class RecordedWorkload:
     """Plays the groups of a run again, in a random order."""
 
     def __init__(self, groups: Sequence[Sequence[Attempt]], passage_tokens: float) -> None:
-        """Draw from ``groups``, of which none is empty."""
+        """Draw from ``groups``; none of them is empty."""
         self._groups = groups
         self.passage_tokens = passage_tokens
 
     def attempts(self, rng: random.Random, count: int) -> Sequence[Attempt]:
-        """Return those of one group, some twice if it has fewer."""
+        """Return the attempts of one group, some twice if it has fewer."""
         group = rng.choice(self._groups)
         return [group[index % len(group)] for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a run tells about its pace."""
+    """Pace and attempts of a run."""
 
     config: RunConfig
     pace: Pace
     workload: RecordedWorkload
     num_iterations: int
-    """From which it was read."""
+    """Number of iterations from which they were read."""
     trajectories_per_s: float
-    """That were trained in them."""
+    """Number of trajectories trained per second in them."""
 
 
 def read_recording(run_dir: str | Path) -> Recording:
     """Read the newest ``NUM_ITERATIONS`` of a run in a directory or at a URI.
 
     Raises:
-        RunDirectoryError: not a run directory.
+        RunDirectoryError: it is not a run directory.
         DataError: it has no iteration of RL with trajectories and times.
     """
     store = find_store(run_dir)
@@ -113,9 +113,9 @@ def _passage_tokens(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _engine_pace(trajectories: Sequence[Trajectory]) -> EnginePace:
-    """Fit the seconds per token to the number of rows that the engine had meanwhile. Prefill is in both.
+    """Fit the seconds per token to the number of rows of the engine at that time. Prefill is in both.
 
-    A row gets ``1 / step_s(rows)`` tokens per second. Where the rows vary around their mean, it gets more than at the
+    A row gets ``1 / step_s(rows)`` tokens per second. If the rows vary around their mean, it gets more than at the
     mean, to second order by the variance; that depends on the fit, which is therefore repeated.
     """
     sampled = [t for t in trajectories if t.num_model_tokens and t.metrics[_SHARE] > 0]
@@ -133,9 +133,9 @@ def _engine_pace(trajectories: Sequence[Trajectory]) -> EnginePace:
 
 
 def _search_pace(rows: Sequence[dict[str, Any]], trajectories: Sequence[Trajectory]) -> SearchPace:
-    """Fit the seconds per batch to its queries, by the counters of the actors; without actors take the latency.
+    """Fit the seconds per batch to its queries, from the counters of the actors; without actors take the latency.
 
-    What the median query took besides the mean batch is overhead: of the calls, and of an engine in the same process.
+    The time of the median query beyond the mean batch is overhead: of the calls, and of an engine in the process.
     """
     latencies = [call.latency_s for t in trajectories for call in t.calls if not call.is_cached]
     usual_s = median(latencies) if latencies else 0.0

@@ -1,4 +1,4 @@
-"""simulate: the loop of ``Algorithm.train`` in virtual time, and what it took.
+"""simulate: the loop of ``Algorithm.train`` in virtual time, with its times.
 
 ::
 
@@ -34,7 +34,7 @@ NUM_TASKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the two fleets."""
+    """Sizes of the two fleets."""
 
     num_runners: int
     num_retrievers: int
@@ -42,52 +42,52 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration, in virtual seconds."""
+    """Times and counts of one iteration, in virtual seconds."""
 
     sample_s: float
     learn_s: float
     publish_s: float
     iteration_s: float
     num_trajectories: int
-    """Trained."""
+    """Number of trained trajectories."""
     runner_load: float
-    """Trajectories in flight per runner, as ``env_runners/load``."""
+    """Trajectories in flight per runner, like ``env_runners/load``."""
     runner_s: float
-    """Runner-seconds paid for, from the start of a runner to its end; ``retriever_s`` alike."""
+    """Paid runner-seconds, from the start of a runner to its end; likewise ``retriever_s``."""
     retriever_s: float
     retriever_busy_s: float
-    """Retriever-seconds of work."""
+    """Seconds of work of the retrievers."""
     rollout: dict[str, float]
-    """``rollout_metrics`` of the batch."""
+    """Metrics of the batch, from ``rollout_metrics``."""
     lag: float
     num_stale: int
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What ``simulate`` found."""
+    """Result of ``simulate``."""
 
     size: Size
-    """At the start."""
+    """Sizes at the start."""
     iterations: tuple[Iteration, ...]
-    """Without those of the warm-up."""
+    """Iterations without the warm-up."""
     tasks: dict[str, int]
-    """The books of the task ledger, with the tasks that are ``outstanding``."""
+    """Books of the task ledger, with the tasks that are ``outstanding``."""
     num_batch_bytes: int
-    """Of the record batches of all groups, those of the warm-up included."""
+    """Bytes of the record batches of all groups, warm-up included."""
     load: Load
     verdict: Verdict
     resized: tuple[Resized, ...]
-    """The decisions of the autoscaling policy, those in the warm-up included."""
+    """Decisions of the autoscaling policy, warm-up included."""
 
     @property
     def wall_s(self) -> float:
-        """All iterations together."""
+        """Virtual seconds of all iterations."""
         return self.total("iteration_s")
 
     @property
     def trajectories_per_s(self) -> float:
-        """Trained trajectories per second."""
+        """Number of trained trajectories per virtual second."""
         return self.total("num_trajectories") / self.wall_s
 
     def total(self, name: str) -> float:
@@ -131,7 +131,7 @@ def simulate(
 
 
 class Simulator:
-    """A run in virtual time. ``train()`` is an iteration, as ``Algorithm.train``."""
+    """Run in virtual time. ``train()`` is an iteration, like ``Algorithm.train``."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Simulator:
 
     @property
     def resized(self) -> list[Resized]:
-        """The decisions of the autoscaling policy so far."""
+        """Decisions of the autoscaling policy so far."""
         return self._controller.resized
 
     async def _tick(self) -> None:
@@ -209,7 +209,7 @@ class Simulator:
         )
 
     def stop(self) -> None:
-        """Cancel what is in flight."""
+        """Cancel everything in flight."""
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
@@ -217,7 +217,7 @@ class Simulator:
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     def _publish(self) -> None:
-        """Let the engines stand still for a weight sync."""
+        """Stop the engines for the time of a weight sync."""
         self._version += 1
         self.runners.pause()
         self._pass(self._pace.learner.publish_s)
@@ -236,7 +236,7 @@ class Simulator:
 
 
 def _shuffled(config: RunConfig) -> RunConfig:
-    """Return the configuration with the default curriculum: others may read what made-up tasks do not have."""
+    """Return the configuration with the default curriculum, as others may read fields that made-up tasks lack."""
     environment = EnvironmentSettings()
     default = {"curriculum": environment.curriculum, "curriculum_options": environment.curriculum_options}
     return config.model_copy(update={"environment": config.environment.model_copy(update=default)})

@@ -1,4 +1,4 @@
-"""The autoscaling policy over simulated fleets: what ``FleetController`` does in a run, in virtual time."""
+"""Autoscaling policy over simulated fleets, in virtual time; ``FleetController`` is its counterpart in a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ragr1_actors.training.fleet_controller import LearnerClock
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """A decision that changed a fleet."""
+    """Decision that changed a fleet."""
 
     time_s: float
     fleet: str
-    """``runners`` or ``retrievers``."""
+    """Name of the fleet: ``runners`` or ``retrievers``."""
     before: int
     after: int
     reason: str
@@ -34,7 +34,7 @@ class SimulatedController:
         learner: LearnerClock,
         collector: BatchCollector,
     ) -> None:
-        """Begin with the fleets as they are."""
+        """Begin with the present sizes of the fleets."""
         self.resized: list[Resized] = []
         self._runners, self._retrievers, self._learner, self._collector = runners, retrievers, learner, collector
         self._scalers: dict[str, Autoscaler] = {}

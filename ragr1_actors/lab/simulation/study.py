@@ -16,27 +16,27 @@ from ragr1_actors.lab.simulation.workload import Workload
 from ragr1_actors.planning.pace import Pace
 
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2)
-"""Sizes of a curve, by the size that was asked for."""
+"""Sizes of a curve, as multiples of the requested size."""
 ENOUGH = 0.95
 """Share of the best throughput of a curve that a size must reach to be enough."""
 CURVE_ITERATIONS = 2
-"""Of each point of a curve, after its warm-up."""
+"""Number of iterations for each point of a curve, after its warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What ``ragr1 simulate`` prints."""
+    """Results that ``ragr1 simulate`` prints."""
 
     asked: Simulation
-    """Of the size that was asked for."""
+    """Simulation with the requested size."""
     by_runners: tuple[Simulation, ...]
-    """With the retrievers that were asked for, fewest runners first."""
+    """Simulations with the requested retrievers, fewest runners first."""
     by_retrievers: tuple[Simulation, ...]
-    """With the runners that are needed, fewest retrievers first."""
+    """Simulations with the runners that are needed, fewest retrievers first."""
 
     @property
     def needed(self) -> Simulation:
-        """The smallest of both fleets that is enough."""
+        """Simulation with the smallest of both fleets that is enough."""
         return smallest_enough(self.by_retrievers)
 
 
@@ -48,9 +48,9 @@ def study(
     num_iterations: int,
     on_point: Callable[[int, int], None] = lambda done, total: None,
 ) -> Study:
-    """Simulate a size, and without autoscaling the curves around it, as many at a time as there are cores.
+    """Simulate a size, and without autoscaling the curves around it, with one process per core.
 
-    ``on_point`` is called with the number of points of the curves that are done, and the number of all.
+    ``on_point`` is called with the number of finished points of the curves, and the number of all.
     """
     fixed = with_autoscaling(config, None)
     runs = partial(simulate, fixed, pace, workload)
@@ -77,13 +77,13 @@ def around(count: int) -> list[int]:
 
 
 def smallest_enough(curve: Sequence[Simulation]) -> Simulation:
-    """Return the first of a curve whose throughput is ``ENOUGH`` of the best."""
+    """Return the first simulation of a curve whose throughput is ``ENOUGH`` of the best."""
     best = max(simulation.trajectories_per_s for simulation in curve)
     return next(simulation for simulation in curve if simulation.trajectories_per_s >= ENOUGH * best)
 
 
 def with_autoscaling(config: RunConfig, largest: Size | None) -> RunConfig:
-    """Let both fleets follow their load, from one replica to a size, if the recipe says nothing; None: neither."""
+    """Return the recipe with autoscaling of both fleets from one replica to a size, unless it has it; None: without."""
     runners, retrieval = config.env_runners, config.retrieval
     by_runners = None if largest is None else runners.autoscaling or RunnerAutoscaling(max_replicas=largest.num_runners)
     by_queries = (

@@ -1,7 +1,7 @@
 """VirtualLoop: an asyncio event loop whose clock jumps to the next timer instead of waiting for it.
 
-Everything in asyncio but files, sockets, threads and signals works in it unchanged. Libraries for tests, such as
-looptime, serve real sockets beside the virtual clock; here nothing is polled, and a wait for nothing is an error.
+Everything in asyncio except files, sockets, threads and signals works in it unchanged. Libraries for tests, such as
+looptime, serve real sockets beside the virtual clock; here nothing is polled, and a wait without a timer is an error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at 0 s. Files, sockets, threads and signals are never waited for."""
+    """Event loop that starts at 0 s. It does not wait for files, sockets, threads and signals."""
 
     def __init__(self) -> None:
-        """Make the loop; close it as any other."""
+        """Make the loop; close it like any other."""
         self._now_s = 0.0
         super().__init__(_Jump(self._advance))
 
@@ -28,14 +28,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """Lets the time pass that the loop would wait for, at once. No file is ever ready."""
+    """Selector that lets the time of a wait pass at once. No file is ever ready."""
 
     def __init__(self, advance: Callable[[float], None]) -> None:
         super().__init__()
         self._advance = advance
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Let ``timeout`` seconds pass; with None the loop waits for what cannot happen."""
+        """Let ``timeout`` seconds pass; raises ``RuntimeError`` for None, as the wait would have no end."""
         if timeout is None:
             raise RuntimeError("the simulation waits for ever: no timer is set and no task can run")
         if timeout > 0:

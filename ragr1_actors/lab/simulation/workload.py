@@ -1,4 +1,4 @@
-"""What scripted policies do: attempts at tasks, drawn from a distribution here or from a run's trajectories."""
+"""Workload of scripted policies: attempts at tasks, drawn from a distribution here or from a run's trajectories."""
 
 from __future__ import annotations
 
@@ -16,42 +16,43 @@ from ragr1_actors.core.types import Message, Task
 from ragr1_actors.planning.plan import TOKENS_PER_QUERY, TOKENS_PER_TURN
 
 PASSAGE_TOKENS = 150
-"""A passage of 100 words with its title."""
+"""Tokens of a passage of 100 words with its title."""
 FRAME_TOKENS = 40
-"""What an observation has for each query beside the passages: the query, titles, tags."""
+"""Tokens of an observation per query besides the passages: the query, titles, tags."""
 TURN_SIGMA = 0.6
-"""Of the logarithm of a turn's tokens: the longest of a hundred turns is about five times the mean."""
+"""Standard deviation of the logarithm of a turn's tokens: the longest of 100 turns has about five times the mean."""
 SHARE_RIGHT = 0.5
-"""Of the answers, where no run says more."""
+"""Share of right answers, if no run gives one."""
 CHARACTERS_PER_TOKEN = 4
 CACHED = "cached"
-"""How a query begins that the caller's cache answers."""
+"""Beginning of a query that the caller's cache answers."""
 _RIGHT, _WRONG = "right", "wrong"
 
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """One turn. The last of an attempt answers; one before it searches, or is malformed if it has no queries."""
+    """Shape of a turn. The last turn of an attempt answers; an earlier one searches, or without queries is
+    malformed."""
 
     num_tokens: int
     num_queries: int = 0
     num_cached: int = 0
-    """Of the queries, those that the cache of the searching process answers."""
+    """Number of queries that the cache of the searching process answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The turns of a trajectory, at least one, and whether its answer is right."""
+    """Turns of a trajectory, at least one, and whether its answer is right."""
 
     turns: tuple[TurnShape, ...]
     is_right: bool
 
 
 class Workload(Protocol):
-    """Where attempts come from."""
+    """Source of attempts."""
 
     passage_tokens: float
-    """Of what one query brings back, all its passages together."""
+    """Number of tokens of all passages that one query finds."""
 
     def attempts(self, rng: random.Random, count: int) -> Sequence[Attempt]:
         """Return the attempts of a group."""
@@ -59,14 +60,14 @@ class Workload(Protocol):
 
 
 class DrawnWorkload:
-    """Attempts as ``ragr1 plan`` takes them, spread around its means.
+    """Attempts with the means of ``ragr1 plan``, spread around them.
 
-    Turns: as many of each number up to ``max_turns``. Tokens of a turn: log-normal around the plan's mean. Queries: all
-    that a turn may have.
+    The numbers of turns up to ``max_turns`` are equally frequent. Tokens of a turn are log-normal around the plan's
+    mean. A turn has all queries that it may have.
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """Draw for a recipe."""
+        """Take the limits of a recipe."""
         environment = config.environment
         options = search_options(environment)
         self._max_turns, self._num_queries = environment.max_turns, options.max_queries_per_turn
@@ -90,14 +91,14 @@ class DrawnWorkload:
 
 
 class CountingTokenizer:
-    """A tokenizer of texts whose contents do not matter: a token is four characters."""
+    """Tokenizer of texts whose contents do not matter: a token is four characters."""
 
     def encode(self, text: str) -> list[int]:
         """Return as many ids as the text has tokens."""
         return [0] * -(-len(text) // CHARACTERS_PER_TOKEN)
 
     def defuse(self, text: str) -> str:
-        """Return the text: it has no tokens of a template."""
+        """Return the text unchanged: it has no tokens of a template."""
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -105,11 +106,11 @@ class CountingTokenizer:
         return self.encode("".join(message.content for message in messages))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return no text: that of the ids is not kept."""
+        """Return an empty text, as the text of the ids is not kept."""
         return ""
 
     def turn_start(self, prompt_ids: Sequence[int]) -> str:
-        """Return that a turn begins with nothing."""
+        """Return an empty text: no turn begins with text."""
         return ""
 
 
@@ -124,7 +125,7 @@ def answer_text(*, is_right: bool) -> str:
 
 
 def search_text(turn: TurnShape, name: str, query_format: QueryFormat) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a turn that searches, and where its queries but the last end: ``(tokens, characters)``.
+    """Return the text of a turn that searches, and the ends of all queries but the last: ``(tokens, characters)``.
 
     ``name`` makes its queries distinct. A query has the plan's number of tokens, or its share of the turn.
     """

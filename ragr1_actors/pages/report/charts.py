@@ -1,4 +1,4 @@
-"""The charts of the page, as figures of plotly.js: pure functions of the lines of ``metrics.jsonl``.
+"""Charts of the page, as figures of plotly.js: pure functions of the lines of ``metrics.jsonl``.
 
 A figure is ``{"data": [trace, ...], "layout": {...}}`` after https://plotly.com/javascript/reference. ``report.js``
 adds the colours of text and grid, which follow the reader's light or dark theme.
@@ -20,10 +20,10 @@ Row = Mapping[str, Any]
 Figure = dict[str, Any]
 
 COLOURS = ("#3b7dd8", "#d9822b", "#2f9e6e", "#b452b4", "#8a8f98")
-"""Readable on white and on black, and told apart with any colour vision."""
+"""Colours that are readable on white and on black, and differ for any colour vision."""
 SHARE = "share"
 MAX_POINTS = 2000
-"""Points of a curve: a longer run is thinned, as no screen has more columns."""
+"""Limit of the points of a curve: a longer run is thinned, as no screen has more columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Chart:
     unit: str
     """Title of the vertical axis; ``share`` is shown in per cent."""
     curves: Mapping[str, str]
-    """Metric by the name in the legend."""
+    """Metrics by their names in the legend."""
     stage: str = "rl"
     is_log: bool = False
 
@@ -160,7 +160,7 @@ def draw(chart: Chart, rows: Sequence[Row]) -> Figure | None:
 def draw_evaluations(rows: Sequence[Row]) -> Figure | None:
     """Return held-out EM with its 95 % Wilson interval, and F1, over the iterations; None without an evaluation.
 
-    The evaluation before SFT is a separate mark at iteration 0, where that after SFT is, too.
+    The evaluation before SFT is a separate mark at iteration 0, like the one after SFT.
     """
     found = [row for row in rows if "eval/em" in row and math.isfinite(row["eval/em"]) and row.get("eval/num_tasks")]
     if not found:
@@ -179,7 +179,7 @@ def draw_evaluations(rows: Sequence[Row]) -> Figure | None:
 
 
 def draw_fleet(chart: Chart, fleet: FleetName, rows: Sequence[Row]) -> Figure | None:
-    """Return the size of a fleet over the iterations, with the autoscaler's decisions as marks; None if it has none."""
+    """Return the size of a fleet over the iterations, with the autoscaler's decisions as marks; None without one."""
     figure = draw(chart, rows)
     if figure is None:
         return None
@@ -251,7 +251,7 @@ def _line(name: str, points: Sequence[tuple[int, float | None]], colour: str, mo
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float | None]]:
-    """Return at most ``MAX_POINTS`` of the points, evenly; a value that is not finite is a gap."""
+    """Return at most ``MAX_POINTS`` of the points, evenly spread; a value that is not finite becomes a gap."""
     step = math.ceil(len(points) / MAX_POINTS) or 1
     return [(x, y if math.isfinite(y) else None) for x, y in points[::step]]
 

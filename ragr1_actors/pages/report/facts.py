@@ -1,4 +1,4 @@
-"""What the page says in words and numbers: pure functions of a run's lines of metrics, its report and its settings."""
+"""Words and numbers of the page: pure functions of a run's lines of metrics, its report and its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
 NEWEST = 20
-"""Iterations over which "now" is a mean."""
+"""Number of iterations whose mean is shown as the present value."""
 COUNTERS = {
     "env_runners/num_restarts": "env runners restarted",
     "env_runners/num_hangs": "env runners that hung",
@@ -41,17 +41,17 @@ COUNTERS = {
     "guard/roll_backs": "roll-backs of the collapse guard",
     "tasks/failed": "training tasks given up",
 }
-"""Metrics that count since the start of a process or of the run, and what each counts."""
+"""Metrics that count since the start of a process or of the run, with their meaning."""
 MOST_AT_A_TIME = {
     "retrieval/retriever_lost": "retrievers that did not answer, most at a time",
     "retrieval/encoder_lost": "encoders that did not answer, most at a time",
 }
-"""Metrics that say how many there are now, and what of."""
+"""Metrics with a present number, with the meaning of their maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number of the page's head."""
+    """Number in the page's head."""
 
     value: str
     label: str
@@ -60,30 +60,30 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio over the newest iterations, and its goal if there is one."""
+    """Ratio over the newest iterations, with its goal if there is one."""
 
     name: str
     value: str
     goal: str
     is_met: bool | None
-    """None without a goal."""
+    """Whether the goal is met; None without a goal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What limits the run now, or why that is not known."""
+    """Bottleneck of the run now, or why it is not known."""
 
     title: str
     text: str
 
 
 def rl_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the lines of the iterations of RL, without those of evaluations between two."""
+    """Return the lines of the iterations of RL, without evaluations between two of them."""
     return [row for row in rows if is_iteration(row)]
 
 
 def headline(config: RunConfig, rows: Sequence[Row]) -> Headline:
-    """Return the verdict over the newest iterations; ``ragr1 simulate`` computes the same one."""
+    """Return the verdict over the newest iterations; ``ragr1 simulate`` computes it in the same way."""
     newest = rl_rows(rows)[-NEWEST:]
     load = load_of_rows(config, newest)
     if load is not None:
@@ -129,7 +129,7 @@ def _evaluation(evaluations: Sequence[Row]) -> Tile:
 
 
 def ratios(config: RunConfig, rows: Sequence[Row]) -> list[Ratio]:
-    """Return the ratios over the newest iterations, with the goals that the project sets itself."""
+    """Return the ratios over the newest iterations, with the goals of the project."""
     newest = rl_rows(rows)[-NEWEST:]
     if not newest:
         return []
@@ -169,7 +169,7 @@ def _ratio(name: str, value: float | None, goal: float | None) -> Ratio | None:
 
 
 def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Return what failed and was mended, by kind, with its number over all processes of the run; zeros are left out."""
+    """Return the kinds of mended failures, with their numbers over all processes of the run; zeros are left out."""
     iterations = rl_rows(rows)
 
     def values(name: str) -> list[float]:
@@ -181,7 +181,7 @@ def failures(rows: Sequence[Row]) -> list[tuple[str, int]]:
 
 
 def total_of_counter(values: Sequence[float]) -> int:
-    """Return what a counter counted, of which each process begins with 0: ``total_of_counter([0, 2, 0, 1]) == 3``."""
+    """Return the total of a counter that each process begins at 0: ``total_of_counter([0, 2, 0, 1]) == 3``."""
     total, before = 0.0, 0.0
     for value in filter(math.isfinite, values):
         total += value - before if value >= before else value
@@ -190,7 +190,7 @@ def total_of_counter(values: Sequence[float]) -> int:
 
 
 def incidents(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return local time and text of all that failed and was mended."""
+    """Return local time and text of each incident."""
     return [(_when(one["time_s"]), one["what"]) for row in rows for one in row.get(INCIDENTS, ())]
 
 
@@ -214,7 +214,7 @@ def failed_tasks(report: RunReport) -> list[tuple[str, str, str, str, str]]:
 
 
 def evaluations(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return when, EM with its 95 % Wilson interval, F1, rounds, queries, tokens, tasks and failures of evaluations."""
+    """Return time, EM with its 95 % Wilson interval, F1, rounds, queries, tokens, tasks and failures of evaluations."""
     made = []
     for row in rows:
         if not row.get("eval/num_tasks"):

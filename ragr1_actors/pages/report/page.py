@@ -1,4 +1,4 @@
-"""Writes the page: the files of a run directory, the facts and charts in them, and a template that escapes its text.
+"""Writer of the page: it puts facts and charts of a run's files into a template that escapes its text.
 
 ::
 
@@ -28,7 +28,7 @@ _ASSETS = Path(__file__).parent / "assets"
 def write_page(
     out: Path, name: str, config: RunConfig, run_dir: Path, report: RunReport | None, *, is_finished: bool = True
 ) -> None:
-    """Write the page about the run ``name``, whose files are in ``run_dir``, to ``out``: whole or not at all.
+    """Write the page about the run ``name``, whose files are in ``run_dir``, to ``out``, whole or not at all.
 
     ``report`` is None for a run that has not ended, and ``is_finished`` False for the report of one that ended early.
 

@@ -1,4 +1,4 @@
-"""The index of a run: the parts of all its files of trajectories, as they appear, in one snapshot.
+"""Index of a run: the parts of all its files of trajectories, as they appear, in one snapshot.
 
 ::
 
@@ -35,7 +35,7 @@ from ragr1_actors.pages.viewer.parts import (
 )
 
 PARTS = "view"
-"""The folder of a run with the parts; it can be removed at any time."""
+"""Name of the folder in a run with the parts; it can be removed at any time."""
 _SCALARS = tuple(field.name for field in PART_SCHEMA if not pa.types.is_string(field.type))
 _PUBLISH_INTERVAL_S = 0.5
 
@@ -44,15 +44,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All rows of the parts, in the order in which the run wrote them. About 70 bytes a row are in memory."""
+    """Rows of all parts, in the order in which the run wrote them. About 70 bytes per row are in memory."""
 
     version: int
-    """Rises with every change."""
+    """Version, which rises with every change."""
     parts: tuple[IndexedFile, ...]
     num_files: int
-    """Files of trajectories in the run; more than ``parts`` while the index is made."""
+    """Number of files of trajectories in the run; more than ``parts`` while the index is made."""
     problems: tuple[str, ...] = ()
-    """A sentence for each file that cannot be read, and one if parts cannot be written."""
+    """Sentence for each file that cannot be read, and one if parts cannot be written."""
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:  # [num_parts + 1]
@@ -61,12 +61,12 @@ class Snapshot:
 
     @property
     def num_rows(self) -> int:
-        """Trajectories."""
+        """Number of trajectories."""
         return int(self.starts[-1])
 
     @cached_property
     def iterations(self) -> list[int]:  # [num_parts]
-        """Return the iteration of each part; what was evaluated after training counts as the last iteration."""
+        """Return the iteration of each part; evaluations after training count as the last iteration."""
         last = max((part.origin.iteration for part in self.parts), default=0)
         return [last if part.origin.is_after_training else part.origin.iteration for part in self.parts]
 
@@ -74,7 +74,7 @@ class Snapshot:
     def scalars(self) -> dict[str, NDArray[Any]]:  # [num_rows] each
         """Return the columns without text, and ``iteration``, ``stage`` (of ``STAGES``) and ``part`` of each row."""
         table = self._concatenated(_SCALARS)
-        evidence = table.schema.get_field_index("has_evidence")  # null where it cannot be known
+        evidence = table.schema.get_field_index("has_evidence")  # null if it is not known
         table = table.set_column(evidence, "has_evidence", table.column(evidence).fill_null(False))
         columns = {name: table.column(name).to_numpy() for name in _SCALARS}
         counts = np.diff(self.starts)
@@ -86,7 +86,7 @@ class Snapshot:
 
     @cached_property
     def strings(self) -> pa.Table:
-        """Return the columns of text; they are mapped, not read."""
+        """Return the columns of text, which are mapped, not read."""
         return self._concatenated(tuple(name for name in PART_SCHEMA.names if name not in _SCALARS))
 
     def _concatenated(self, names: Sequence[str]) -> pa.Table:
@@ -95,7 +95,7 @@ class Snapshot:
 
 
 class Index:
-    """The newest snapshot of a run. ``refresh`` is called by one thread at a time; ``snapshot`` is read by any."""
+    """Newest snapshot of a run. One thread at a time calls ``refresh``; any thread reads ``snapshot``."""
 
     def __init__(self, trajectories: Path, parts: Path) -> None:
         """Index the files of the folder ``trajectories``, and keep the parts in the folder ``parts``."""
@@ -109,7 +109,7 @@ class Index:
         self.snapshot = Snapshot(0, (), 0)
 
     def refresh(self) -> bool:
-        """Look for files that are new, changed or gone; return whether there were any.
+        """Look for new, changed and removed files; return whether there were any.
 
         Snapshots appear meanwhile, so that the newest files can be seen while older ones are still indexed. A part that
         cannot be written is kept in memory.
@@ -140,11 +140,11 @@ class Index:
             return True
 
     def stop(self) -> None:
-        """Have ``refresh`` return soon."""
+        """Let ``refresh`` return soon."""
         self._stopped.set()
 
     def _look(self) -> tuple[list[Source], tuple[str, ...]]:
-        """Return the files, the newest iterations first, and a sentence for each entry that is none."""
+        """Return the files, the newest iterations first, and a sentence for each entry that is not such a file."""
         sources, odd = [], []
         found = self._trajectories.glob("*.arrow")
         for path in sorted(found, key=lambda path: Origin.of(path.stem), reverse=True):
@@ -190,7 +190,7 @@ class Index:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             return keep_part(kept, part)
-        except OSError as error:  # a full disk, say: what is indexed can be seen all the same
+        except OSError as error:  # such as a full disk: the indexed files can be seen all the same
             if not self._unwritten:
                 self._unwritten = (
                     f"{kept} cannot be written: {one_line(error)}; the index is in memory for now: free some space, or "

@@ -1,4 +1,4 @@
-"""One file of trajectories as rows that can be filtered: scalars and the text to search, without tokens and documents.
+"""Part: the rows of one file of trajectories for filters, with scalars and searched text, without tokens and documents.
 
 ::
 
@@ -36,12 +36,12 @@ from ragr1_actors.core.types import Record, StopReason, Task
 from retrieval.corpora.text import found_evidence
 
 FORMAT = "4"
-"""Raise it when the meaning of a column changes; parts of another format, or with other columns, are made again."""
+"""Format number; raise it if a column changes its meaning. Parts of other formats or columns are made again."""
 PART_SCHEMA = pa.schema(
     {
-        "batch": pa.int32(),  # of the file
-        "row": pa.int32(),  # of the batch
-        "group": pa.int32(),  # of the batch
+        "batch": pa.int32(),  # position in the file
+        "row": pa.int32(),  # position in the batch
+        "group": pa.int32(),  # number in the batch
         "trajectory_id": pa.string(),
         "task_id": pa.string(),
         "question": pa.string(),
@@ -63,32 +63,32 @@ PART_SCHEMA = pa.schema(
 )
 _DIGEST_BYTES = 16
 _ROWS_AT_ONCE = 2000
-"""A viewer that is stopped waits for so many: a fraction of a second."""
+"""Number of rows for which a viewer that is stopped waits: a fraction of a second."""
 _READ = ("group", "trajectory_id", "task", "turns", "stop_reason", "reward", "answer", "error")
 _FAILED = {reason.value for reason in StopReason if reason.is_failure}
 _TRUNCATED = {StopReason.MAX_TURNS.value, StopReason.CONTEXT_FULL.value}
 _TOO_COMMON = {"", "yes", "no", "true", "false"}
-"""Golden answers that nearly every document holds: finding them says nothing about the evidence."""
+"""Gold answers that nearly every document holds, so that finding them is no evidence."""
 _ITERATION = re.compile(r"(eval_)?iteration_(\d+)")
 STAGES = ("demonstrations", "training", "evaluation", "other")
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Origin:
-    """Where in a run a file of trajectories comes from; origins sort as the run wrote them.
+    """Origin of a file of trajectories in a run; origins sort as the run wrote them.
 
     ``Origin.of("eval_iteration_00060") == Origin(3, 60, 1, "eval_iteration_00060")``
     """
 
     phase: int
-    """0 before training, 3 during it, 4 after it; the evaluations before and after SFT are in between."""
+    """Phase: 0 before training, 3 during it, 4 after it; the evaluations before and after SFT are in between."""
     iteration: int
     is_evaluation: int
     name: str
 
     @classmethod
     def of(cls, name: str) -> Origin:
-        """Read the name of a file, without its suffix."""
+        """Return the origin in the name of a file without its suffix."""
         if found := _ITERATION.fullmatch(name):
             return cls(3, int(found[2]), int(bool(found[1])), name)
         phase = {"demonstrations": 0, "eval_start": 1, "eval_sft": 2, "eval_rl": 4}.get(name, 5)
@@ -101,7 +101,7 @@ class Origin:
 
     @property
     def stage(self) -> str:
-        """One of ``STAGES``."""
+        """Stage, one of ``STAGES``."""
         if self.is_evaluation:
             return "evaluation"
         return {0: "demonstrations", 3: "training"}.get(self.phase, "other")
@@ -109,18 +109,18 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file as it was seen: it is another one once its size or its time differs."""
+    """State of a file as it was seen; it changes with its size and time."""
 
     path: Path
     version: str
 
     @classmethod
     def of(cls, path: Path) -> Source:
-        """Look at a file.
+        """Return the present state of a file.
 
         Raises:
-            OSError: it is gone.
-            DataError: it is none: a reader of a FIFO would wait for ever.
+            OSError: it does not exist.
+            DataError: it is not a regular file: a reader of a FIFO would wait without end.
         """
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -135,12 +135,12 @@ class IndexedFile:
     origin: Origin
     source: Source
     kept: Source | None
-    """The file that ``table`` is mapped from; None if it could not be written, and is in memory."""
+    """File from which ``table`` is mapped; None if it could not be written and is in memory."""
     table: pa.Table
 
 
 def map_file(path: Path) -> pa.Buffer:
-    """Map a regular file; ``OSError`` if it is none, or empty. Another file is not waited for."""
+    """Map a regular file; raises ``OSError`` if it is another kind or empty, without waiting for it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -153,7 +153,7 @@ def map_file(path: Path) -> pa.Buffer:
 
 
 def read_part(path: Path, source: Source) -> IndexedFile | None:
-    """Map the part of a file; None if there is none, or it is damaged, or of another file or another version."""
+    """Map the part of a file; None if there is none, or it is damaged, or belongs to another file or version."""
     try:
         kept = Source.of(path)
         mapped = map_file(path)
@@ -166,10 +166,10 @@ def read_part(path: Path, source: Source) -> IndexedFile | None:
 
 
 def make_part(source: Source, is_stopped: Callable[[], bool]) -> IndexedFile | None:
-    """Read a file of trajectories; None if the viewer is stopped meanwhile.
+    """Read a file of trajectories; return None if the viewer is stopped meanwhile.
 
     Raises:
-        DataError: the file is no file of trajectories of this version, or is damaged.
+        DataError: the file has no trajectories of this version, or is damaged.
     """
     batches = []
     for batch in _rows_of(source.path):
@@ -181,7 +181,7 @@ def make_part(source: Source, is_stopped: Callable[[], bool]) -> IndexedFile | N
 
 
 def keep_part(path: Path, part: IndexedFile) -> IndexedFile:
-    """Write a part, in place of whatever is there, and return it mapped; ``OSError`` if it cannot be written."""
+    """Write a part, replace whatever is there, and return it mapped; ``OSError`` if it cannot be written."""
 
     def write(writing: Path) -> None:
         buffer = pa.BufferOutputStream()
@@ -192,7 +192,7 @@ def keep_part(path: Path, part: IndexedFile) -> IndexedFile:
             file.write(rows)
             file.write(_digest(rows, part.source))
 
-    if path.is_dir() and not path.is_symlink():  # the folder is ours, and nothing can take the place of a folder
+    if path.is_dir() and not path.is_symlink():  # the folder is ours, and nothing can replace a folder by rename
         shutil.rmtree(path)
     write_file(path, write)
     return read_part(path, part.source) or part
@@ -219,14 +219,14 @@ def _rows_of(path: Path) -> Iterator[pa.RecordBatch]:
                 first, batches = index + 1, []
     except DataError:
         raise
-    # what validation finds, and nulls where the schema has none
+    # errors of validation, and nulls where the schema has none
     except (pa.ArrowException, ValueError, TypeError, AttributeError, OSError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 
 def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
-    """Return the rows of some batches of a file; ``first`` is the index of the first of them."""
-    # a run writes a batch for each group, and every step below has a cost per batch: they become one
+    """Return the rows of some batches of a file; ``first`` is the index of the first batch."""
+    # a run writes a batch per group, and every step below has a cost per batch, so they are merged
     counts = [batch.num_rows for batch in batches]
     (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
     task, turns = batch.column("task"), batch.column("turns")
@@ -278,9 +278,9 @@ def is_correct(answer: str, golden_answers: tuple[str, ...]) -> bool:
 def _evidence(
     call: pa.StructArray, row_calls: NDArray[np.int64], supporting: list[list[str]], golden: list[list[str]]
 ) -> list[bool | None]:
-    """Return per row whether its documents held the evidence; None where that cannot be known.
+    """Return per row whether its documents held the evidence; None if that is unknown.
 
-    The evidence is all supporting passages where the task names them, else a document with a golden answer in it.
+    The evidence is all supporting passages if the task names them, else a document with a gold answer in it.
     """
     record_offsets, record = _flat(call.field("records"))
     ids, titles = record.field("id").to_pylist(), record.field("title").to_pylist()

@@ -1,4 +1,4 @@
-"""What the page shows, as plain values for JSON. Tokens, texts and documents are read only for the rows shown."""
+"""Contents of the page, as plain values for JSON. Tokens, texts and documents are read only for the rows shown."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_QUESTION_CHARS = 300
 
 
 def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
-    """Return what the page shows of the run as a whole."""
+    """Return the summary of the run."""
     stages = sorted({part.origin.stage for part in snapshot.parts}, key=STAGES.index)
     return {
         "name": name,
@@ -43,7 +43,7 @@ def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def list_payload(snapshot: Snapshot, found: Found) -> dict[str, Any]:
-    """Return the rows of one page of an answer, and how many there are of each kind."""
+    """Return the rows of one page of an answer, and the number of each kind."""
     return {
         "version": snapshot.version,
         "num_rows": found.num_rows,
@@ -53,7 +53,7 @@ def list_payload(snapshot: Snapshot, found: Found) -> dict[str, Any]:
 
 
 def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
-    """Return some rows as the list shows them."""
+    """Return some rows in the form of the list."""
     columns = snapshot.scalars
     strings = snapshot.strings.select(["trajectory_id", "task_id", "question", "answer", "stop_reason"])
     texts = strings.take(pa.array(rows, pa.int64())).to_pylist()
@@ -73,7 +73,7 @@ def row_payloads(snapshot: Snapshot, rows: list[int]) -> list[dict[str, Any]]:
 
 
 def find_row(snapshot: Snapshot, file: str, trajectory_id: str) -> int:
-    """Return the row of a trajectory; without ``file``, the newest of that id. ``DataError`` if there is none."""
+    """Return the row of a trajectory; without ``file``, the newest with that id. ``DataError`` if there is none."""
     newest_first = range(len(snapshot.parts) - 1, -1, -1)
     for position in newest_first:
         part = snapshot.parts[position]
@@ -86,10 +86,10 @@ def find_row(snapshot: Snapshot, file: str, trajectory_id: str) -> int:
 
 
 def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dict[str, Any]:
-    """Return everything that is recorded of one trajectory, and its siblings.
+    """Return all records of one trajectory, and its siblings.
 
     Raises:
-        DataError: its file is gone or damaged.
+        DataError: its file is missing or damaged.
     """
     columns = snapshot.scalars
     trajectory, learned = read_trajectory(snapshot, row)
@@ -136,7 +136,7 @@ def _turn(task: Task, turn: Turn) -> dict[str, Any]:
 
 
 def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:
-    """Put values of the MODEL tokens where these are among all tokens; None elsewhere."""
+    """Place the values of the MODEL tokens among all tokens; the others get None."""
     spread: list[float | None] = [None] * len(trajectory.kinds)
     for position, value in zip(np.flatnonzero(trajectory.kinds == TokenKind.MODEL), values, strict=True):
         spread[position] = value
@@ -146,7 +146,7 @@ def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:
 def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str, list[float]]]:
     """Read one trajectory from its file; ``DataError`` if that is gone or damaged.
 
-    The second is what a learner computed per MODEL token: ``{"advantages": [...], "ratios": [...]}``, or a part of it.
+    The second result has the learner's values per MODEL token, if any: ``{"advantages": [...], "ratios": [...]}``.
     """
     columns = snapshot.scalars
     path = snapshot.parts[int(columns["part"][row])].source.path
@@ -158,7 +158,7 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
         (group,) = groups_from_record_batch(batch)
         names = [name for name in LEARNED_SCHEMA.names[1:] if name in batch.schema.names]
         learned = {name: values for name in names if (values := batch.column(name)[0].as_py()) is not None}
-    # what validation finds, and nulls where the schema has none
+    # errors of validation, and nulls where the schema has none
     except (OSError, pa.ArrowException, ValueError, TypeError, AttributeError, LookupError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; reload the page") from error
     (trajectory,) = group.trajectories
@@ -169,7 +169,7 @@ def read_trajectory(snapshot: Snapshot, row: int) -> tuple[Trajectory, dict[str,
 
 @lru_cache(8)
 def _read_tokenizer(path: Path, written_ns: int) -> Any:
-    """Return a tokenizer, or None if the file, which was written at that time, is damaged; said once."""
+    """Return a tokenizer, or None if the file, which was written at that time, is damaged; warn once."""
     try:
         check_digests(path.parent, path.name.__eq__)
         return Tokenizer.from_file(str(path))
@@ -179,7 +179,7 @@ def _read_tokenizer(path: Path, written_ns: int) -> Any:
 
 
 class TokenPieces:
-    """The text of each token alone, or its id if the run has no tokenizer yet."""
+    """Texts of single tokens, or their ids if the run has no tokenizer yet."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         """Take the ``tokenizer.json`` of the first folder that has a whole one."""
@@ -195,7 +195,7 @@ class TokenPieces:
         return self._tokenizer is not None
 
     def of(self, token_ids: list[int]) -> list[str]:
-        """Return a piece per token; a part of a character is shown as U+FFFD."""
+        """Return a piece per token; a part of a character becomes U+FFFD."""
         for token_id in set(token_ids) - self._known.keys():
             self._known[token_id] = self._decode(token_id)
         return [self._known[token_id] for token_id in token_ids]

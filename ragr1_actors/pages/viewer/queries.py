@@ -1,7 +1,7 @@
-"""Filters over a snapshot: which trajectories a person asked for, and how many there are of each kind.
+"""Filters over a snapshot: the trajectories that a person asked for, and the number of each kind.
 
-Scalars are compared as NumPy columns. Text is searched in the mapped parts by pyarrow, which looks at case only where
-RE2 does: that is five times as fast as its plain search (docs/decisions/viewer.md).
+Scalars are compared as NumPy columns. Text is searched in the mapped parts by pyarrow's RE2, which ignores case five
+times as fast as its plain search (docs/decisions/viewer.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OUTCOMES = {
     "failed": "engine, retrieval or environment failed",
     "truncated": "the turns or the context were used up",
 }
-"""What a trajectory can be filtered by, and what that means."""
+"""Outcomes by which trajectories can be filtered, with their meaning."""
 ORDERS = ("newest", "oldest", "reward", "length")
 MAX_TEXT_CHARS, MAX_ROWS = 200, 500
 _MAX_TERMS = 8
@@ -44,20 +44,20 @@ Mask = NDArray[np.bool_]  # [num_rows]
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where to look: ``Scope(text='"world war" riga', stage="training", first=10, last=20)``."""
+    """Scope of a search: ``Scope(text='"world war" riga', stage="training", first=10, last=20)``."""
 
     text: str = ""
-    """Words that must all occur, in any case of letters; several in double quotes are one phrase."""
+    """Words that must all occur, in any case; several in double quotes are one phrase."""
     stage: str = ""
-    """One of ``STAGES``; empty is every stage."""
+    """Stage, one of ``STAGES``; empty is every stage."""
     first: int | None = None
     last: int | None = None
-    """The iterations, both inclusive."""
+    """Iterations, both inclusive."""
     task: str = ""
-    """The id of a task."""
+    """Id of a task."""
 
     def __post_init__(self) -> None:
-        """Check; ``UserError`` on an unknown stage and too long a text."""
+        """Check the values; ``UserError`` for an unknown stage or a too long text."""
         if self.stage and self.stage not in STAGES:
             raise UserError(f"got stage {self.stage!r}{nearest(self.stage, STAGES)}")
         if len(self.text) > MAX_TEXT_CHARS:
@@ -65,14 +65,14 @@ class Scope:
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The words and phrases, the longest first: it leaves the fewest rows to the others."""
+        """Words and phrases, the longest first, since it leaves the fewest rows to the others."""
         found = {phrase or word for phrase, word in _TERM.findall(self.text)}
         return tuple(sorted(found, key=lambda term: (-len(term), term))[:_MAX_TERMS])
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A scope, what to show of it, and in which order: the rows from ``offset`` on, at most ``limit``."""
+    """Scope, with the outcome to show and its order: the rows from ``offset`` on, at most ``limit``."""
 
     scope: Scope = Scope()
     outcome: str = "all"
@@ -81,7 +81,7 @@ class Query:
     limit: int = 100
 
     def __post_init__(self) -> None:
-        """Check; ``UserError`` on a value that is not known or out of range."""
+        """Check the values; ``UserError`` for a value that is unknown or out of range."""
         for name, value, known in (("outcome", self.outcome, OUTCOMES), ("order", self.order, ORDERS)):
             if value not in known:
                 raise UserError(f"got {name} {value!r}{nearest(value, known)}")
@@ -91,17 +91,17 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to a query."""
+    """Answer to a query."""
 
     rows: NDArray[np.int64]  # [<= limit], rows of the snapshot
     num_rows: int
-    """How many there are, on other pages too."""
+    """Number of rows, on other pages too."""
     counts: dict[str, int]
-    """For each of ``OUTCOMES`` its number in the scope."""
+    """Number of rows in the scope for each of ``OUTCOMES``."""
 
 
 class Searcher:
-    """Answers queries on one thread per core, and remembers which rows the last scopes have. Any thread may call it."""
+    """Answers queries on one thread per core, and remembers the rows of the last scopes. Any thread may call it."""
 
     def __init__(self) -> None:
         """Begin without any scope."""
@@ -139,7 +139,7 @@ class Searcher:
 
 
 def outcome_mask(snapshot: Snapshot, outcome: str) -> Mask:
-    """Return which rows have one of ``OUTCOMES``."""
+    """Return a mask of the rows that have one of ``OUTCOMES``."""
     columns = snapshot.scalars
     correct: Mask = columns["is_correct"].astype(bool)
     failed: Mask = columns["is_failed"].astype(bool)
@@ -175,7 +175,7 @@ def _scalar_mask(snapshot: Snapshot, scope: Scope) -> Mask:
 
 
 def _matches(texts: pa.ChunkedArray, mask: Mask, terms: tuple[str, ...]) -> Mask:
-    """Return which rows of one part have all the terms, of those that ``mask`` leaves."""
+    """Return a mask of the rows of one part, among those of ``mask``, that have all the terms."""
     rows = np.flatnonzero(mask)
     left = texts if len(rows) == len(mask) else texts.take(pa.array(rows))
     for term in terms:
@@ -195,7 +195,7 @@ def _in_order(snapshot: Snapshot, rows: NDArray[np.int64], order: str) -> NDArra
         return rows
     newest = rows[::-1]
     if order == "newest":
-        # groups stay whole and their siblings in order: only the files are turned round
+        # groups stay whole and siblings in order: only the order of the files is reversed
         parts = snapshot.scalars["part"][rows]
         return rows[np.argsort(-parts.astype(np.int64), kind="stable")]
     keys = snapshot.scalars["reward" if order == "reward" else "num_model_tokens"][newest].astype(np.float64)

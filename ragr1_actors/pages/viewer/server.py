@@ -1,4 +1,4 @@
-"""The web page over a run's trajectories. It listens on loopback only and loads nothing from outside.
+"""Server of the web page over a run's trajectories. It listens on loopback only and loads nothing from outside.
 
 ::
 
@@ -7,8 +7,8 @@
     GET /api/trajectories  ?text= &stage= &first= &last= &task= &outcome= &order= &offset= &limit=
     GET /api/trajectory    ?id= &file=
 
-``cluster/http.py`` guards it as every server. Trajectories hold text that a model or a web page wrote: answers are
-JSON, the page shows text as text, and its content security policy allows no script but its own.
+``cluster/http.py`` guards it like every server. Trajectories hold text that a model or a web page wrote: answers are
+JSON, the page shows text as text, and its content security policy allows only its own script.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, list_paylo
 from ragr1_actors.pages.viewer.queries import Query, Scope, Searcher
 
 LOOK_INTERVAL_S = 1.0
-"""How often the run is looked at for new files."""
+"""Seconds between two looks at the run for new files."""
 DRAIN_S = 1.0
-"""For the requests in flight when the viewer stops."""
+"""Seconds for the requests in flight when the viewer stops."""
 _PAGE = Path(__file__).parent / "page"
 _FILES = {
     "/": ("index.html", "text/html"),
@@ -66,11 +66,11 @@ class ViewServer:
         """Serve ``index`` under the ``name`` of its run.
 
         Args:
-            index: of the run.
-            name: what the page calls it.
-            tokenizers: returns folders of which the first with a ``tokenizer.json`` gives the text of tokens; it is
-                called again until there is one.
-            port: 0 takes a free one.
+            index: index of the run.
+            name: name of the run on the page.
+            tokenizers: returns folders, of which the first with a ``tokenizer.json`` gives the text of tokens; it is
+                called until there is one.
+            port: port number; 0 takes a free one.
         """
         self._index, self._name, self._tokenizers = index, name, tokenizers
         self._pieces = TokenPieces(tokenizers())
@@ -88,11 +88,11 @@ class ViewServer:
 
     @property
     def url(self) -> str:
-        """The address it listens on."""
+        """Address at which the server listens."""
         return self._http.url
 
     async def __aenter__(self) -> Self:
-        """Start to listen; raises ``ConfigError`` if the port is in use."""
+        """Begin to listen; raises ``ConfigError`` if the port is in use."""
         await self._http.__aenter__()
         self._follower = asyncio.create_task(self._follow())
         return self
@@ -114,7 +114,7 @@ class ViewServer:
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._looking, self._index.refresh)
-            except Exception as error:  # the task's boundary: an error must neither be silent nor end the looking
+            except Exception as error:  # the task's boundary: an error must be shown and must not end the looking
                 if said != (said := one_line(error)):  # not every second
                     logger.exception("the trajectories cannot be indexed")
             if not self._pieces.is_text:
@@ -193,5 +193,5 @@ def _whole(given: Mapping[str, str], name: str) -> int | None:
 
 
 def _json(value: Any) -> web.Response:
-    # a score or log-prob that is not finite becomes null, which JSON has
+    # a score or log-prob that is not finite becomes null, as JSON has no NaN
     return web.Response(body=to_json(value, inf_nan_mode="null"), content_type="application/json", charset="utf-8")

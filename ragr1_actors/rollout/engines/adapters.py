@@ -1,4 +1,4 @@
-"""Merging adapters into a policy, in an engine: A and B come from the learner, the weights beside them from the disk.
+"""Merging of adapters into a policy in an engine: A and B come from the learner, the other weights from the disk.
 
 ::
 
@@ -6,8 +6,8 @@
                      ...q_proj.lora_A.weight, ...q_proj.lora_B.weight  ──┐
     folder, mapped   ...q_proj.weight = W ───────────────────────────────┴──► W + scaling * B A, in the engine's dtype
 
-Every update begins at the W of the folder: no adapter is subtracted from a merged weight, so that no rounding error
-adds up over updates. Nothing is kept: all processes of a node share the pages of the folder's files.
+Every update begins at the W of the folder: no adapter is subtracted from a merged weight, so that rounding errors do
+not add up over updates. Nothing is kept: all processes of a node share the pages of the folder's files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WEIGHT_FILE = "model.safetensors"
 
 
 def as_weight(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight that came as an array: NumPy has no bfloat16, of which uint16 holds the bits."""
+    """Return a weight that came as an array: uint16 holds the bits of bfloat16, which NumPy lacks."""
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
@@ -51,11 +51,11 @@ def merged_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights by their Hugging Face names, with the adapters merged on ``device``, in the engine's ``dtype``.
 
-    ``adapters`` are all of the policy's, by the names of their layers: ``...q_proj.lora_A.weight``. ``names`` are the
-    weights to yield; None is those that have an adapter.
+    ``adapters`` has all adapters of the policy, by the names of their layers: ``...q_proj.lora_A.weight``. ``names``
+    are the weights to yield; None means those with an adapter.
 
     Raises:
-        EngineError: the folder is not on this node, or not that of a policy with these adapters.
+        EngineError: the folder is not on this node, or its policy does not have these layers.
     """
     weights = _read_weights(base)
     adapted = {f"{layer}.weight": layer for layer in _layers(adapters)}

@@ -33,19 +33,19 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _CONTENT = "content of an assistant's turn"
 _THOUGHT_AT_END = re.compile(r"<think>\s*\Z")
 _TEMPLATE_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""What Python raises in a chat template, beside Jinja's own: it may compute, look up and call."""
+"""Errors of Python in a chat template, besides Jinja's: it may compute, look up and call."""
 _MOST_TOKENS_OF_START = 32
-"""A prompt's last tokens that ``<think>`` and the white space behind it are looked for in."""
+"""Number of a prompt's last tokens in which ``<think>`` and the white space after it are searched."""
 WakeTag = Literal["weights", "kv_cache"]
-"""What an engine that sleeps allocates again, in this order."""
+"""Memory that a sleeping engine allocates again, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """What an engine is made with, beside the policy's folder and its tokenizer."""
+    """Settings with which an engine is made, besides the policy's folder and its tokenizer."""
 
     max_rows: int
-    """Requests that run at once."""
+    """Limit of requests that run at the same time."""
     max_context_tokens: int
     dtype: str = "float32"
     device: str = "cpu"
@@ -54,13 +54,13 @@ class EngineArguments:
     sleeps: bool = False
     """Whether the engine has to give its device's memory to a learner between two batches: see ``ColocatedEngine``."""
     trust_remote_code: bool = False
-    """Whether code in the policy's folder may be run."""
+    """Whether code in the policy's folder may run."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's own options, by its own names: ``{"tensor_parallel_size": 2}`` for vLLM."""
+    """Options of the engine, by its option names: ``{"tensor_parallel_size": 2}`` for vLLM."""
 
     @classmethod
     def of(cls, config: SamplerConfig, version: int) -> EngineArguments:
-        """Return those of a recipe; ``version`` is that of the weights in the policy's folder."""
+        """Return the settings of a recipe; ``version`` is the version of the weights in the policy's folder."""
         settings = config.env_runners
         return cls(
             max_rows=settings.max_concurrent_trajectories,
@@ -75,7 +75,7 @@ class EngineArguments:
 
 
 class PolicyTokenizer:
-    """A Hugging Face tokenizer with the methods that a trajectory needs."""
+    """Hugging Face tokenizer with the methods that a trajectory needs."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class PolicyTokenizer:
             ConfigError: either is missing, or code in the folder would have to be trusted.
             DataError: a file of the folder is damaged.
         """
-        # here, or a recipe would wait for torch to be checked
+        # imported here, or the check of a recipe would wait for torch
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         check_code(policy_dir, trusted=trust_remote_code)
         check_files(policy_dir)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(policy_dir, trust_remote_code=trust_remote_code)
-        except Exception as error:  # of a damaged tokenizer.json, tokenizers raises its own without a class
+        except Exception as error:  # tokenizers raises a plain Exception for a damaged tokenizer.json
             if "trust_remote_code" in str(error):
                 raise code_refused(policy_dir, "for its tokenizer") from error
             raise ConfigError(
@@ -117,22 +117,22 @@ class PolicyTokenizer:
                 f"policy.template_options: got {', '.join(sorted(own))}, which transformers reads itself; expected "
                 "names that the chat template reads, such as enable_thinking"
             )
-        # the Rust tokenizer: encoding is called many times per turn, and the Python around it costs most of the time
+        # the Rust tokenizer, as encoding is called many times per turn, and most of its time is the Python around it
         self._backend: Any = self._tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # which tokenizer.json may set
+        self._backend.no_truncation()  # tokenizer.json may set it
         self._backend.no_padding()
         self._pieces = _for_pieces(self._backend)
         added = self._backend.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._control = control_tokens(self._added.values())
-        # the protocol's tags are never text of a document, which ``defuse`` has seen
+        # a document has no tags of the protocol after ``defuse``
         self._unwanted_ids = frozenset(token_id for token_id, token in added.items() if self._is_unwanted(token))
-        if not self.encode("question"):  # transformers makes an empty tokenizer where tokenizer.json is missing
+        if not self.encode("question"):  # transformers makes an empty tokenizer if tokenizer.json is missing
             raise ConfigError(f"the tokenizer of {policy_dir} has no words; is its tokenizer.json missing? {ADVICE}")
         self.end_of_turn_id = self._end_of_turn()
-        """What the chat template puts behind an assistant's turn; None if it puts no token there."""
+        """Token that the chat template puts after an assistant's turn; None if it puts no token there."""
         self.eos_token_ids = self._find_ends()
-        """A turn ends with any of them: end of sequence, and what the chat template puts behind an assistant's turn."""
+        """Ids of the tokens that end a turn: end of sequence, and the chat template's end of an assistant's turn."""
 
     def _find_ends(self) -> frozenset[int]:
         from transformers import GenerationConfig
@@ -147,10 +147,10 @@ class PolicyTokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that others precede; the names of control tokens in it are plain text.
+        """Return the token ids of a text that follows other text; names of control tokens in it are plain text.
 
-        Nothing is added, no blank either. The protocol's tags are the tokenizer's own tokens, if it has them, special
-        or not.
+        Nothing is added, not even a blank. Tags of the protocol become the tokenizer's tokens for them, if it has them,
+        special or not.
         """
         ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         if self._unwanted_ids.isdisjoint(ids):
@@ -163,7 +163,7 @@ class PolicyTokenizer:
         return defuse(text, self._control)
 
     def _is_unwanted(self, token: Any) -> bool:
-        """Whether an ``AddedToken`` may come from a template only: control tokens, and all that are special.
+        """Return whether an ``AddedToken`` may come only from a template: control tokens, and all special ones.
 
         White space is text, and the protocol's tags are written by the environment.
         """
@@ -172,7 +172,8 @@ class PolicyTokenizer:
 
     @cached_property
     def _plain_pieces(self) -> Any:
-        """A copy that takes no unwanted tokens from a text; it takes a second to make, and few texts name one."""
+        """Copy of the tokenizer that takes no unwanted tokens from a text. Making it takes a second, few texts need
+        it."""
         return self._without(self._unwanted_ids)
 
     @cached_property
@@ -182,7 +183,7 @@ class PolicyTokenizer:
     def _without(self, unwanted_ids: Container[int]) -> Any:
         """Return a copy of the tokenizer that takes some added tokens as text.
 
-        This holds for BPE, which all policies here have: a Unigram model may find the name in its vocabulary of words.
+        This works for BPE, which all policies here have: a Unigram model may find the name in its vocabulary.
         """
         described = json.loads(self._pieces.to_str())
         for token in described["added_tokens"]:
@@ -194,8 +195,8 @@ class PolicyTokenizer:
     def _end_of_turn(self) -> int | None:
         """Return the added token with which the chat template directly follows an assistant's turn, if there is one.
 
-        Base models name another end of sequence than the one that their template writes: Qwen2.5's ``<|endoftext|>``,
-        and ``<|im_end|>``.
+        Base models name another end of sequence than their template writes: Qwen2.5's ``<|endoftext|>``, and
+        ``<|im_end|>``.
         """
         if self._tokenizer.chat_template is None:
             return None
@@ -209,30 +210,30 @@ class PolicyTokenizer:
                 raise
             return None  # a template may refuse this chat; ``prompt_ids`` says whether it refuses the prompt
         _, content, behind = text.rpartition(_CONTENT)
-        if not content:  # it leaves an assistant's turns out: what it begins with ends none
+        if not content:  # it leaves an assistant's turns out: its first text ends none
             return None
         found = [i for i, token in self._added.items() if token.strip() and behind.startswith(token)]
         return max(found, key=lambda i: len(self._added[i]), default=None)
 
     @cached_property
     def _first_ids(self) -> list[int]:
-        """What the tokenizer puts before any text: nothing, or the start of sequence."""
+        """Ids that the tokenizer puts before any text: none, or the start of sequence."""
         plain = self._backend.encode(_CONTENT, add_special_tokens=False).ids
         whole: list[int] = self._backend.encode(_CONTENT).ids
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:start]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return what token ids add to a text before them; those that end a turn add nothing, other special ones do."""
+        """Return the text that token ids add to text before them; ids that end a turn add none, special ones do."""
         ends = self.eos_token_ids
         kept = token_ids if ends.isdisjoint(token_ids) else [token for token in token_ids if token not in ends]
         text: str = self._pieces.decode(kept, skip_special_tokens=False)
         return text
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the bare contents.
+        """Return the token ids of a chat up to the assistant's turn; without a chat template, of the contents alone.
 
-        Bare contents begin with the tokenizer's start of sequence, if it puts one before a text.
+        Contents alone begin with the tokenizer's start of sequence, if it puts one before a text.
 
         Special tokens in the contents count: a recipe's prompt may hold them.
 
@@ -252,9 +253,9 @@ class PolicyTokenizer:
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_prompt: bool = True
     ) -> str:
-        """Return the text that the chat template writes of messages and tools in its own form.
+        """Return the text of the chat template for messages and tools in its form.
 
-        ``is_prompt``: up to the assistant's turn. Raises ``ConfigError`` if the template refuses them.
+        With ``is_prompt`` it ends at the assistant's turn. Raises ``ConfigError`` if the template refuses them.
         """
         given = {"tools": list(tools)} if tools else {}
         return str(self._apply(list(chat), tokenize=False, add_generation_prompt=is_prompt, **given))
@@ -263,7 +264,7 @@ class PolicyTokenizer:
         from jinja2 import TemplateError
 
         try:
-            # without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
+            # Without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
             return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
         except (TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ConfigError(
@@ -278,36 +279,36 @@ class PolicyTokenizer:
 
     @cached_property
     def added_texts(self) -> list[str]:
-        """The added tokens that a text of others must not bring about: all but white space and plain words."""
+        """Added tokens that a text of others must not produce: all but white space and plain words."""
         return [text for text in self._added.values() if is_control(text)]
 
     def encode_frame(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of what a chat template wrote, and where in the text each begins; added tokens count."""
+        """Return the token ids of a chat template's text, and where each begins in it; added tokens count."""
         encoded = self._pieces.encode(text, add_special_tokens=False)
         return encoded.ids, [start for start, _ in encoded.offsets]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the token ids of a text in which no added token counts."""
+        """Return the token ids of a text without any added token."""
         ids: list[int] = self._plainest_pieces.encode(text, add_special_tokens=False).ids
         return ids
 
     @property
     def end_texts(self) -> list[str]:
-        """The texts of the tokens that end a turn."""
+        """Texts of the tokens that end a turn."""
         return [self._added[token] for token in sorted(self.eos_token_ids) if token in self._added]
 
     def lacking(self, num_embeddings: int, prompt_ids: Sequence[int]) -> tuple[list[str], list[str]]:
-        """Return the tokens whose ids a model of so many embeddings lacks: those that may occur, and all others.
+        """Return the tokens whose ids a model with ``num_embeddings`` lacks: those that may occur, and all others.
 
-        Any text may bring about a token that ``encode`` takes; a prompt, here ``prompt_ids``, and the end of a turn
-        have control tokens besides. ``(["<|im_end|>"], ["<pad>"])``.
+        Any text may produce a token that ``encode`` takes; a prompt, here ``prompt_ids``, and the end of a turn also
+        have control tokens. ``(["<|im_end|>"], ["<pad>"])``.
         """
         beyond = {i: text for text, i in self._tokenizer.get_vocab().items() if i >= num_embeddings}
         used = (beyond.keys() - self._unwanted_ids) | self.eos_token_ids | set(prompt_ids)
         return [beyond[i] for i in sorted(beyond) if i in used], [beyond[i] for i in sorted(beyond) if i not in used]
 
     def turn_start(self, prompt_ids: Sequence[int]) -> str:
-        r"""Return what the prompt has of the policy's turn: ``"<think>\n"`` if the template begins it with a thought.
+        r"""Return the policy's turn so far in the prompt: ``"<think>\n"`` if the template begins it with a thought.
 
         Otherwise it is an empty text.
         """
@@ -317,8 +318,8 @@ class PolicyTokenizer:
     def tokens_containing(self, characters: set[str]) -> frozenset[int]:
         """Return the ids of the tokens whose text contains any of some characters, or may contain a part of one.
 
-        That text is what a token adds to a text before it: vocabularies write blanks and other bytes than ASCII in
-        letters of their own.
+        The text of a token is what it adds to a text before it: vocabularies write blanks and non-ASCII bytes in
+        special letters.
         """
         before = self.encode("a")
         ids = list(self._tokenizer.get_vocab().values())
@@ -330,10 +331,10 @@ class PolicyTokenizer:
 
 
 def _for_pieces(backend: Any) -> Any:
-    """Return a tokenizer for texts that others precede: the given one, or a copy without its blanks.
+    """Return a tokenizer for texts that follow others: the given one, or a copy without its blanks.
 
-    Tokenizers of Llama 2's kind put a blank before each text and take it away in decoding. That is right for a whole
-    text only: the pieces of a trajectory would get or lose one wherever two of them meet.
+    Tokenizers like Llama 2's put a blank before each text and remove it in decoding. That is right only for a whole
+    text: the pieces of a trajectory would get or lose one at each boundary.
     """
 
     def is_exact(text: str) -> bool:
@@ -349,7 +350,7 @@ def _for_pieces(backend: Any) -> Any:
 
 
 def _without_first_blank(part: Any) -> Any:
-    """Return a part of a tokenizer.json that neither puts a blank before a text nor takes one; None if that was all."""
+    """Return a part of a tokenizer.json that neither adds nor removes a first blank; None if the part did only that."""
     match part:
         case {"type": "Prepend"}:
             return None
@@ -367,20 +368,20 @@ def _without_first_blank(part: Any) -> Any:
 
 
 def load_tokenizer(policy_dir: str | Path, policy: PolicySettings) -> PolicyTokenizer:
-    """Return the tokenizer of a policy's folder, with the recipe's settings; raises what ``PolicyTokenizer`` does."""
+    """Return the tokenizer of a policy's folder, with the recipe's settings; errors as in ``PolicyTokenizer``."""
     return PolicyTokenizer(
         policy_dir, trust_remote_code=policy.trust_remote_code, template_options=policy.template_options
     )
 
 
 def _file_in(policy_dir: str | Path, *names: str) -> str:
-    """Return the first of some files that the folder has, or for a hub name the last of them."""
+    """Return the first of some files that the folder has; for a hub name the last of them."""
     found = (str(Path(policy_dir, name)) for name in names if Path(policy_dir, name).is_file())
     return next(found, f"{names[-1]} of {policy_dir}")
 
 
 class Engine(Protocol):
-    """One model that continues token ids. Many requests run at once; each is one coroutine."""
+    """Model that continues token ids. Many requests run at once; each is one coroutine."""
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -392,23 +393,23 @@ class Engine(Protocol):
 
         Raises:
             EngineError: the engine cannot answer this request.
-            EngineDeadError: the engine does not answer any more; its runner has to be replaced.
+            EngineDeadError: the engine no longer answers; its runner has to be replaced.
         """
 
     def release(self, request_id: str) -> None:
-        """Forget the trajectory ``request_id``; its cache may be reused."""
+        """Drop the trajectory ``request_id``; its cache may be reused."""
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Swap the weights in. Requests in flight go on with the new ones over a recomputed cache.
+        """Swap the weights in. Requests in flight continue with the new ones over a recomputed cache.
 
-        ``weights`` has every parameter by its Hugging Face name, ``lm_head.weight`` included where it is tied, in the
-        policy's dtype; NumPy has no bfloat16, of which a uint16 array holds the bits. For the
-        engines in ``RECEIVING_ENGINES``, with ``learners.lora``, it has adapters, and under ``BASE_KEY`` what they are
-        merged into, see ``engines/adapters.py``. ``version`` is recorded with every token sampled from now on.
+        ``weights`` has every parameter by its Hugging Face name, a tied ``lm_head.weight`` included, in the policy's
+        dtype; a uint16 array holds the bits of bfloat16, which NumPy lacks. For the engines in ``RECEIVING_ENGINES``,
+        with ``learners.lora``, it has adapters, and under ``BASE_KEY`` their base, see ``engines/adapters.py``.
+        ``version`` is recorded with every token sampled from now on.
         """
 
     async def check(self) -> None:
-        """Return if the engine is alive, else raise ``EngineDeadError``. Quick, however busy the engine is."""
+        """Return if the engine is alive, else raise ``EngineDeadError``. It is quick, even if the engine is busy."""
 
     async def close(self) -> None:
         """Free the model."""
@@ -416,11 +417,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivingEngine(Protocol):
-    """What an engine has besides, where ``env_runners.weight_transport`` is ``broadcast`` or ``ipc``.
+    """Further methods of an engine for the values ``broadcast`` and ``ipc`` of ``env_runners.weight_transport``.
 
-    The four steps of vLLM's weight transfer. A step raises ``TransferError`` where the weights did not arrive: the
-    engine then goes on with the weights it had or, where they were being overwritten, lets its requests wait until
-    ``Engine.update_weights``. An update that was started and not finished is forgotten when the next one starts.
+    They are the four steps of vLLM's weight transfer. A step raises ``TransferError`` if the weights did not arrive:
+    the engine then continues with its old weights or, if these were being overwritten, lets its requests wait until
+    ``Engine.update_weights``. An unfinished update is dropped when the next one starts.
     """
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
@@ -430,19 +431,19 @@ class ReceivingEngine(Protocol):
         """Prepare for the parts of an update."""
 
     async def receive_weights(self, update_info: Mapping[str, Any], blob: NDArray[np.uint8] | None = None) -> None:
-        """Receive a part: as vLLM's backend does, or with ``host`` a safetensors file, ``blob``.
+        """Receive a part by vLLM's backend, or with ``host`` a safetensors file, ``blob``.
 
-        With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON that the adapters are merged into; empty
-        where they are weights.
+        With ``host``, ``update_info`` has ``base``, an ``AdapterBase`` as JSON into which the adapters are merged;
+        empty for weights.
         """
 
     async def finish_weight_update(self, version: int) -> None:
-        """Swap the weights in; otherwise ``Engine.update_weights``."""
+        """Swap the weights in; otherwise like ``Engine.update_weights``."""
 
 
 @runtime_checkable
 class ColocatedEngine(ReceivingEngine, Protocol):
-    """What an engine has besides, where it shares a device with a learner rank: ``weight_transport`` ``ipc``."""
+    """Further methods of an engine that shares a device with a learner rank: ``weight_transport`` is ``ipc``."""
 
     async def sleep(self) -> None:
         """Free the device's memory, weights and cache. Requests in flight, and new ones, wait."""
@@ -450,7 +451,7 @@ class ColocatedEngine(ReceivingEngine, Protocol):
     async def wake_up(self, tag: WakeTag) -> None:
         """Allocate memory again: for ``weights``, which are received next, and afterwards for the ``kv_cache``.
 
-        With the cache the requests go on; their part of it is computed again. An engine that is awake stays as it is.
+        With the cache the requests continue; their part of it is computed again. An awake engine does not change.
         """
 
 
@@ -473,7 +474,7 @@ ENGINES: dict[str, EngineClass | Any] = {
     "vllm": "ragr1_actors.rollout.engines.vllm_engine:VLLMEngine",
     "endpoint": "ragr1_actors.rollout.engines.endpoint_engine:EndpointEngine",
 }
-"""By the word in a recipe; any other engine is ``my_module:MyEngine``. Each pulls in a library that may be missing."""
+"""Engines by their names in a recipe; others: ``my_module:MyEngine``. Each imports a library that may be missing."""
 
 
 class ScriptedEngine:
@@ -488,7 +489,7 @@ class ScriptedEngine:
     ) -> None:
         """Play turns by request id; ``version`` is reported for every token.
 
-        ``turn_start`` is ``PolicyTokenizer``'s: a turn does not repeat the ``<think>`` that its prompt ends with.
+        ``turn_start`` is as in ``PolicyTokenizer``: a turn does not repeat the ``<think>`` at the end of its prompt.
         """
         self._scripts = scripts
         self._encode = encode
@@ -516,7 +517,7 @@ class ScriptedEngine:
         return Completion(token_ids[:num_new], [0.0] * num_new, [self._version] * num_new, text, finish)
 
     def release(self, request_id: str) -> None:
-        """Forget ``request_id``; it starts again with its first turn."""
+        """Drop ``request_id``; it starts again with its first turn."""
         self._next_turn.pop(request_id, None)
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
@@ -524,7 +525,7 @@ class ScriptedEngine:
         self._version = version
 
     async def check(self) -> None:
-        """Nothing to check: there is no process or model."""
+        """Do nothing: there is no process or model."""
 
     async def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: nothing is held."""

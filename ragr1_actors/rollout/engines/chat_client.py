@@ -1,7 +1,7 @@
 """Language models that answer messages: over HTTP, or with an engine in this process.
 
-``ChatClient`` speaks to any OpenAI-compatible endpoint. The engine ``endpoint`` samples with it, and rewards,
-environments and retrievers ask it by the name that ``environment.models`` gives it.
+``ChatClient`` speaks to any OpenAI-compatible endpoint. The engine ``endpoint`` samples with it; rewards, environments
+and retrievers ask it by its name in ``environment.models``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, load_tok
 from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, retry
 
 LONGEST_PAUSE_S = 60.0
-"""The longest pause between two attempts; a longer one that the endpoint asks for is cut to this."""
+"""Longest pause in seconds between two attempts; a longer one that the endpoint asks for is cut to this."""
 KEY_REFUSED = (401, 402, 403)
 _TOOLS_REFUSED = (400, 404, 422, 500, 501)
 """Statuses with which endpoints without tool calls refuse a request with tools."""
@@ -35,14 +35,14 @@ TOOLS_ADVICE = (
     "which writes the tools into the prompt"
 )
 PROBE_TIMEOUT_S = 60.0
-"""For the one short request before the first task. The first answer of a server that has just started takes longest."""
+"""Seconds for the one short request before the first task. The first answer of a new server takes longest."""
 _PROBE = [{"role": "user", "content": "Answer with the word yes."}]
 _PROBE_SAMPLING = Sampling(16, temperature=0.0, stop=("</answer>",))
 
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """How often a request is sent: ``attempts`` times, after errors that ``may_pass``."""
+    """Repetition of a request: ``attempts`` times, after errors that ``may_pass``."""
 
     may_pass: Callable[[BaseException], bool]
     attempts: int
@@ -50,27 +50,27 @@ class Tries:
 
 
 _PROBE_TRIES = Tries(is_busy, 3, 10.0)
-"""An endpoint that is away is not waited for."""
+"""Repetition of the probe, which does not wait for an endpoint that is away."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """What an endpoint answered."""
+    """Answer of an endpoint."""
 
     text: str
     is_cut: bool
-    """It ran into the limit of tokens."""
+    """Whether the answer ran into the limit of tokens."""
     num_tokens: int | None
-    """As the endpoint counted them; None if it did not."""
+    """Number of tokens, as the endpoint counted them; None if it did not."""
     thought: str = ""
-    """What the server's reasoning parser moved out of the text; only for a request with tools."""
+    """Text that the server's reasoning parser moved out of the answer; only for a request with tools."""
     message: Mapping[str, Any] = field(default_factory=dict)
-    """The message as it came, if it has ``tool_calls``; only for a request with tools."""
+    """Message as it came, if it has ``tool_calls``; only for a request with tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a person names the settings of an endpoint, for messages."""
+    """Names of an endpoint's settings for messages."""
 
     where: str = "--endpoint"
     key_env: str = "--key-env"
@@ -85,10 +85,10 @@ class ChatClient:
     def __init__(self, settings: EndpointSettings, max_in_flight: int, named: Options) -> None:
         """Check the settings; nothing is sent before the first question.
 
-        With ``max_in_flight`` requests in flight, further ones wait.
+        While ``max_in_flight`` requests are in flight, further ones wait.
 
         Raises:
-            ConfigError: the address is none, or the variable that should hold the key does not.
+            ConfigError: the address is invalid, or the variable for the key is not set.
         """
         refuse_credentials(settings.url, named.where)
         key = _read_key(settings.key_env, named.key_env)
@@ -112,7 +112,7 @@ class ChatClient:
         """Return the answer to a conversation, whose messages are sent as they are.
 
         Raises:
-            ServiceError: no attempt succeeded, or the answer is no chat completion; a ``StatusError`` is its cause.
+            ServiceError: no attempt succeeded (``StatusError`` is the cause), or the answer is no chat completion.
         """
         tries = tries or Tries(_may_pass, self._settings.max_retries + 1, LONGEST_PAUSE_S)
         fields: dict[str, Any] = {
@@ -143,7 +143,7 @@ class ChatClient:
         """Send one short request, so that a wrong address, key or field fails before the first task.
 
         Raises:
-            ConfigError: the endpoint does not answer it; the message says what to change.
+            ConfigError: the endpoint does not answer; the message says what to change.
         """
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -159,7 +159,7 @@ class ChatClient:
             raise ConfigError(f"{self._named.where}: {error}; {advice}") from error
 
     def advice(self, status: int) -> str:
-        """Return what a person can do about an answer with a status; 0 is no answer."""
+        """Return advice for a person about an answer with ``status``; 0 means no answer."""
         named = self._named
         if status in KEY_REFUSED:
             return f"export a valid key as {self._settings.key_env}, or name another variable with {named.key_env}"
@@ -214,7 +214,7 @@ class ChatClient:
 
 
 def _in_utf8(message: Any) -> Any:
-    """Return JSON with a question mark for each half of a surrogate pair, which has no UTF-8."""
+    """Return JSON with a question mark for each half of a surrogate pair, which UTF-8 cannot encode."""
     return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
 
 
@@ -222,7 +222,7 @@ class EngineChat:
     """Asks a model that an engine of this process runs; it loads with the first question."""
 
     def __init__(self, settings: ModelSettings) -> None:
-        """Load nothing yet."""
+        """Take the settings; the model loads with the first question."""
         self._settings = settings
         self._numbers = itertools.count()
         self._loaded: tuple[Any, Any] | None = None
@@ -256,7 +256,7 @@ class EngineChat:
 
 
 def open_models(models: Mapping[str, ModelSettings]) -> dict[str, ChatModel]:
-    """Return what answers for each of ``environment.models``; nothing is loaded or sent yet. Raises ``ConfigError``."""
+    """Return a client for each of ``environment.models``; nothing is loaded or sent yet. Raises ``ConfigError``."""
     return {name: _open(name, settings) for name, settings in models.items()}
 
 
@@ -274,7 +274,7 @@ def _open(name: str, settings: ModelSettings) -> ChatModel:
 
 
 def status_of(error: ServiceError) -> int:
-    """Return the status that an endpoint answered with; 0 if it did not answer."""
+    """Return the status of an endpoint's answer; 0 if it did not answer."""
     return error.__cause__.status if isinstance(error.__cause__, StatusError) else 0
 
 

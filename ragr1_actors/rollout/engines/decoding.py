@@ -1,7 +1,7 @@
-"""What the transformers engine decodes with: the key-value cache, the sampling of tokens, and the text of a turn.
+"""Decoding of the transformers engine: the key-value cache, the sampling of tokens, and the text of a turn.
 
 A ``Session`` is one trajectory in the engine. It has a row of the ``RowCache``; ``sample`` draws its next token; a
-``TurnText`` decodes the text that it has so far.
+``TurnText`` decodes its text so far.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ragr1_actors.core.models.process_memory import release_cache
 from ragr1_actors.core.types import Completion, OnText, Sampling
 
 _BLOCK = 64
-"""Tokens of the vocabulary whose probabilities are added up together."""
+"""Number of tokens of the vocabulary whose probabilities are added up together."""
 _MIN_COLUMNS = 64
-"""Tokens that the shortest row of a cache has room for."""
+"""Number of tokens for which the shortest row of a cache has room."""
 
 
 class RowCache(Cache):
@@ -50,7 +50,7 @@ class RowCache(Cache):
         self._rows: slice | Tensor = slice(0, 0)
         self._row_index = self._positions = torch.zeros(0, dtype=torch.long)
         self.length = 0
-        """Columns that the next forward pass reads."""
+        """Number of columns that the next forward pass reads."""
         super().__init__(layers=[_RowLayer(self, index) for index in range(self._num_layers)])
 
     def _allocate(self, rows: int, length: int) -> Tensor:
@@ -67,13 +67,13 @@ class RowCache(Cache):
 
     @property
     def scratch(self) -> int:
-        """The column that padding is written to."""
+        """Column to which padding is written."""
         return self._data[0].shape[3] - 1
 
     def reserve(self, rows: int, length: int) -> None:
         """Grow to at least ``rows`` rows of ``length`` tokens, by a quarter at a time.
 
-        Layer by layer: all of them at once would have the old and the new cache in memory together.
+        It grows layer by layer, as all layers at once would need memory for the old and the new cache.
         """
         old_rows, old_length = self._data[0].shape[1], max(0, self.scratch)
         if rows <= old_rows and length <= old_length:
@@ -86,7 +86,7 @@ class RowCache(Cache):
             self._data[index] = new
 
     def clear(self) -> None:
-        """Drop all rows; their memory, and that of the forward passes, is free for other processes."""
+        """Drop all rows, and free their memory and that of the forward passes for other processes."""
         self._data = self._allocate_all(0, 0)
         release_cache(self._device)
 
@@ -100,7 +100,7 @@ class RowCache(Cache):
     def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
         """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns, a slice without a copy.
 
-        ``positions``, ``[n, num_new]``, are the columns that the new tokens are written to.
+        ``positions``, ``[n, num_new]``, are the columns to which the new tokens are written.
         """
         self._rows, self._positions, self.length = rows, positions, length
         index = torch.arange(rows.start, rows.stop, device=self._device) if isinstance(rows, slice) else rows
@@ -115,12 +115,12 @@ class RowCache(Cache):
 
 
 def _grown(size: int, needed: int, most: int) -> int:
-    """``size`` if it is enough, else a quarter more within ``most``; at least ``needed``."""
+    """Return ``size`` if it is enough, else a quarter more, at least ``needed`` and at most ``most``."""
     return size if needed <= size else max(needed, min(size + size // 4, most))
 
 
 class _RowLayer(CacheLayerMixin):
-    """One layer's view of the shared tensor. The engine makes the masks itself, so the model never asks for sizes."""
+    """View of the shared tensor for one layer. The engine makes the masks itself, so the model never asks for sizes."""
 
     def __init__(self, cache: RowCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,26 +131,26 @@ class _RowLayer(CacheLayerMixin):
         """Do nothing: the cache owns the tensor."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store this layer's new keys and values and return those of the context."""
+        """Store this layer's new keys and values, and return those of the whole context."""
         return self._cache.write_and_read(self._index, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns read, and their offset."""
+        """Return the number of columns read, and their offset."""
         return self._cache.length, 0
 
     def get_seq_length(self) -> int:
-        """0: every row has another length, and positions are always given."""
+        """Return 0: every row has another length, and positions are always given."""
         return 0
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
+        """Return -1: there is no limit."""
         return -1
 
 
 def uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) for each (seed, step), ``[n]`` each, by splitmix64 (Steele et al. 2014).
 
-    A token therefore depends on its request's seed and its index only, not on the requests beside it.
+    So a token depends only on its request's seed and its index, not on the requests beside it.
     """
     with np.errstate(over="ignore"):
         z = seeds * np.uint64(0xD1342543DE82EF95) + (steps + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
@@ -164,8 +164,8 @@ def uniform(seeds: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.
 def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample a token per row of ``logits``, ``[n, vocab]``; return ids, ``[n]`` int64, and log-probs, ``[n]`` float32.
 
-    The log-probs are those of the distribution that was sampled from. ``temperatures``, ``[n]``: 0 is greedy, with the
-    log-prob of temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]`` float64, are in [0, 1).
+    The log-probs are under the sampled distribution. ``temperatures``, ``[n]``: 0 is greedy, with the log-prob of
+    temperature 1. ``top_ps``, ``[n]``: 1 keeps all tokens. ``uniforms``, ``[n]`` float64, are in [0, 1).
     """
     greedy = temperatures == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperatures).unsqueeze(1)
@@ -181,18 +181,18 @@ def sample(logits: Tensor, temperatures: Tensor, top_ps: Tensor, uniforms: Tenso
 def _draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Return the token in whose interval of the cumulative distribution each draw is, ``[n]``.
 
-    Sums are in float64: over a vocabulary of 152,000 tokens those in float32 are wrong by up to 1e-3. First the block
-    of tokens is found and then the token in it, as the whole distribution in float64 would take 8 bytes per token.
+    Sums are in float64: over a vocabulary of 152,000 tokens, sums in float32 are wrong by up to 1e-3. The block of
+    tokens is found before the token in it, as the whole distribution in float64 would take 8 bytes per token.
     """
     vocab_size = probabilities.shape[1]
     if missing := -vocab_size % _BLOCK:
         probabilities = pad(probabilities, (0, missing))
     blocks = probabilities.unflatten(1, (-1, _BLOCK))
     borders = pad(blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1), (1, 0))  # [n, 1 + num_blocks]
-    # the total is 1 only up to rounding: scaled by it, a draw reaches the last possible token and never beyond
+    # The total is 1 only up to rounding: scaled by it, a draw reaches the last possible token and never more
     draws = uniforms.unsqueeze(1) * borders[:, -1:]
     block = torch.searchsorted(borders[:, 1:].contiguous(), draws, right=True)
-    block.clamp_(max=blocks.shape[1] - 1)  # where logits are NaN; the log-prob reports it
+    block.clamp_(max=blocks.shape[1] - 1)  # if logits are NaN; the log-prob reports it
     ends = blocks.take_along_dim(block.unsqueeze(-1), dim=1).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
     largest = torch.nextafter(ends[:, -1:], torch.zeros_like(draws))  # the two sums of a block differ in rounding
     token = torch.searchsorted(ends, torch.minimum(draws - borders.gather(1, block), largest), right=True)
@@ -209,10 +209,10 @@ def _restrict(logprobs: Tensor, top_ps: Tensor) -> Tensor:
 
 
 class TurnText:
-    """The text of a turn while its tokens are sampled. Each token is decoded at most a few times.
+    """Text of a turn while its tokens are sampled. Each token is decoded at most a few times.
 
-    Tokens are decoded together with those of the last piece of text, since a tokenizer may write a token differently at
-    the start of a text. A character of several tokens appears with its last token. The text only grows, and is always a
+    Tokens are decoded together with the last piece of text, since a tokenizer may write a token differently at the
+    start of a text. A character of several tokens appears with its last token. The text only grows, and is always a
     prefix of the decoded turn.
     """
 
@@ -231,7 +231,7 @@ class TurnText:
             return False
         recent = self._decode(token_ids[self._start :])
         if recent.endswith("\ufffd") or len(recent) <= self._num_known:
-            # the start of a character, or a special token; the more of them, the more tokens until the next try
+            # the start of a character, or a special token; with more of them, the next try comes after more tokens
             self._next_try = len(token_ids) + 1 + (len(token_ids) - self._end) // 8
             return False
         self.text += recent[self._num_known :]
@@ -242,14 +242,14 @@ class TurnText:
 
 @dataclass(slots=True)
 class Session:
-    """One trajectory in the engine, from its first turn until it is released."""
+    """Trajectory in the engine, from its first turn until it is released."""
 
     request_id: str
     row: int
-    """Row of the cache; -1 for none."""
+    """Row of the cache; -1 without one."""
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache."""
     sampling: Sampling = field(default_factory=lambda: Sampling(0))
     num_prompt: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -258,11 +258,11 @@ class Session:
     """Result of the turn that is being generated."""
     on_text: OnText | None = None
     turn_text: TurnText | None = None
-    """None without ``on_text``."""
+    """Text of the turn; None without ``on_text``."""
 
     @property
     def seed(self) -> int:
-        """Seed of the sampling; a request without one is seeded with its id."""
+        """Seed of the sampling; a request without one gets a seed from its id."""
         seed = self.sampling.seed
         return (hash(self.request_id) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
 
@@ -273,6 +273,6 @@ class Session:
         try:
             if self.turn_text.grow(self.tokens[self.num_prompt :]):
                 self.on_text(self.turn_text.text)
-        except Exception as error:  # the caller's own code: it ends its own request and no other
+        except Exception as error:  # the caller's code: it ends its request and no other
             self.future.set_exception(error)
             self.future = None

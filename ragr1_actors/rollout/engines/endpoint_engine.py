@@ -40,8 +40,8 @@ from ragr1_actors.rollout.engines.chat_client import (
 
 _TOOL, _TOOLS = "tool", "tools"
 _ROLES = ("system", "user", "assistant", _TOOL, _TOOLS)
-"""Those of messages, and that of the tools' schemas, which are written as JSON."""
-# The server's tokenizer is not known. Those of Qwen, Llama 3 and DeepSeek; of Llama 2 and Gemma; of tool calls; of
+"""Roles of messages, and the role of the tools' schemas, which are written as JSON."""
+# The server's tokenizer is unknown. Tokens of Qwen, Llama 3 and DeepSeek; of Llama 2 and Gemma; of tool calls; of
 # Mistral.
 _CONTROL = re.compile(
     r"<\|[^<>|]{1,64}\|>|<\uff5c[^<>\uff5c]{1,64}\uff5c>|</?s>|<(?:[be]os|pad|unk|(?:start|end)_of_turn)>"
@@ -49,28 +49,28 @@ _CONTROL = re.compile(
 )
 _PIECE = re.compile(r" ?[A-Za-z]{1,6}|[0-9]{1,3}|.", re.DOTALL)
 _COUNTED = 0
-"""The id of every token of a completion but the first, which has the whole text."""
+"""Id of every token of a completion except the first, which has the whole text."""
 _MAX_TOKENS = 10**6
-"""More tokens in one answer are a wrong count."""
+"""Limit of tokens in one answer, above which the count is wrong."""
 _CALLS = "tool_calls"
 _TOOL_PROBE = Sampling(256, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What an endpoint answered."""
+    """Answer of an endpoint."""
 
     text: str
     message: Mapping[str, Any]
-    """The message as it goes back, if it has calls."""
+    """Message as it goes back, if it has calls."""
     call_ids: Sequence[str]
 
 
 class EndpointTokenizer:
-    """Text as ids that can be read back: a piece of a word, a number, or one character each.
+    """Converter between text and ids: each id is a piece of a word, a number, or one character.
 
-    Budgets of observations and context are counted in these. English has somewhat more of them than tokens of a model,
-    so that what fits here fits the endpoint.
+    Budgets of observations and context are counted in these ids. English text has somewhat more of them than tokens of
+    a model, so that a text that fits here fits the endpoint.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class EndpointTokenizer:
         self._turns: dict[int, _Turn] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return ids whose texts, one behind the other, are ``text``."""
+        """Return ids whose joined texts are ``text``."""
         ids = []
         for piece in _PIECE.findall(text):
             found = self._ids.get(piece)
@@ -93,8 +93,8 @@ class EndpointTokenizer:
     def sampled(self, text: str, num_tokens: int, message: Mapping[str, Any] | None = None) -> list[int]:
         """Return ``num_tokens`` ids, at least one, for a turn with this text.
 
-        ``message`` is that of a turn with ``tool_calls``, and goes back. A call without an id gets one, of nine
-        characters, as Mistral wants them.
+        ``message`` belongs to a turn with ``tool_calls``, and goes back. A call without an id gets one of nine
+        characters, as Mistral requires.
         """
         message = message or {}
         first = len(self._texts)
@@ -109,29 +109,29 @@ class EndpointTokenizer:
         return defuse(text, _CONTROL)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return for every message the id of its role, and those of its text; calls are those of ``sampled`` turns."""
+        """Return for every message the id of its role and the ids of its text; calls belong to ``sampled`` turns."""
         told = [(message.role, message.content + message.notice) for message in messages]
         return [token for role, text in told for token in (1 + _ROLES.index(role), *self.encode(text))]
 
     def tool_ids(self, tools: Sequence[ToolSchema]) -> list[int]:
-        """Return what tells the endpoint of tools, anywhere in a conversation; nothing if there are none."""
+        """Return ids that tell the endpoint of tools, anywhere in a conversation; empty without tools."""
         return self.prompt_ids([Message(_TOOLS, json.dumps(tools, ensure_ascii=False))]) if tools else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of what ``encode`` returned."""
+        """Return the text of ids from ``encode``."""
         return "".join(self._texts[token_id] for token_id in token_ids)
 
     def turn_start(self, prompt_ids: Sequence[int]) -> str:
-        """Return an empty text: how the endpoint begins a turn is not known; see ``whole_turn``."""
+        """Return an empty text: the endpoint's beginning of a turn is unknown; see ``whole_turn``."""
         return ""
 
     def chat(self, token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], list[ToolSchema]]:
-        """Return the conversation of ids as an endpoint takes it, and its tools.
+        """Return the conversation of ids in the form of an endpoint, and its tools.
 
-        The ids are those of ``prompt_ids`` and ``tool_ids``, and of turns, with the user's text between two of them. A
-        turn goes back with its calls if a result for each follows, which endpoints demand, and else as text.
+        The ids come from ``prompt_ids``, ``tool_ids`` and turns, with the user's text between two turns. A turn goes
+        back with its calls if a result for each follows, as endpoints require, else as text.
         """
-        parts = [(_COUNTED, "")]  # the id of a role or turn, and the text behind it
+        parts = [(_COUNTED, "")]  # the id of a role or turn, and the text after it
         for token_id in token_ids:
             if 1 <= token_id <= len(_ROLES) or token_id in self._turns:
                 parts.append((token_id, ""))
@@ -157,13 +157,13 @@ class EndpointTokenizer:
 
 
 class EndpointEngine:
-    """An ``Engine`` over ``POST URL/chat/completions``. The policy's folder is not used."""
+    """``Engine`` over ``POST URL/chat/completions``. The policy's folder is not used."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: EndpointTokenizer, settings: EngineArguments) -> None:
         """Check the options, which are ``EndpointSettings``; nothing is sent before the first request.
 
         Raises:
-            ConfigError: an option is wrong, or the variable that should hold the key does not.
+            ConfigError: an option is wrong, or the variable for the key is not set.
         """
         options = EndpointSettings.read(settings.options, "env_runners.engine_options")
         self._tokenizer, self._version = tokenizer, settings.version
@@ -172,10 +172,10 @@ class EndpointEngine:
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
-        """Continue the conversation that the ids are; see ``Engine.generate``. ``on_text`` gets the whole turn at once.
+        """Continue the conversation of the ids; see ``Engine.generate``. ``on_text`` gets the whole turn at once.
 
         Raises:
-            EngineError: no attempt succeeded, or the answer is no chat completion.
+            EngineError: no attempt succeeded, or the answer is not a chat completion.
             EngineDeadError: the endpoint refuses the key; no other request would be answered either.
         """
         chat, tools = self._tokenizer.chat(prompt_token_ids)
@@ -189,7 +189,7 @@ class EndpointEngine:
         num_tokens = answer.num_tokens
         if num_tokens is None or not 0 <= num_tokens <= _MAX_TOKENS:
             num_tokens = len(self._tokenizer.encode(text))
-        is_cut = answer.is_cut or bool(open_thought(text))  # an endpoint cannot go on with a turn
+        is_cut = answer.is_cut or bool(open_thought(text))  # an endpoint cannot continue a turn
         finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
         if on_text is not None:
             on_text(text)
@@ -197,17 +197,17 @@ class EndpointEngine:
         return Completion(ids, [0.0] * len(ids), [self._version] * len(ids), text, finish)
 
     def release(self, request_id: str) -> None:
-        """Nothing to forget: nothing is kept."""
+        """Do nothing: nothing is kept."""
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Raise ``EngineError``: the weights are the endpoint's own."""
+        """Raise ``EngineError``: only the endpoint changes its weights."""
         raise EngineError("the engine endpoint takes no weights; train with the engine vllm or transformers")
 
     async def check(self) -> None:
-        """Nothing to check: every request has its own attempts and its own error."""
+        """Do nothing: every request has its attempts and its error."""
 
     async def close(self) -> None:
-        """Nothing to free: the connections end with the event loop."""
+        """Do nothing: the connections end with the event loop."""
 
     async def probe(self, tools: Sequence[ToolSchema] = ()) -> None:
         """Send one short request; with tools also one that asks for a call, and one with its result.
@@ -240,7 +240,7 @@ def _filled(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turn_text(answer: ChatAnswer, stop: Sequence[str]) -> str:
-    """Return the text of a turn: its thought, what it says, and its calls."""
+    """Return the text of a turn: its thought, its content and its calls."""
     thought = re.sub("</?think>", "", answer.thought).strip()
     begin = f"{THINK}\n{thought}\n{END_OF_THOUGHT}\n\n" if thought else ""
     text = whole_turn(begin + answer.text, stop, is_cut=answer.is_cut)
@@ -255,7 +255,7 @@ def _turn_text(answer: ChatAnswer, stop: Sequence[str]) -> str:
 def _written(function: Mapping[str, Any]) -> str:
     r"""Return a call as Hermes writes it, with ``\u003c`` for ``<``, so that no argument ends it.
 
-    Arguments that are no JSON become a text, which is malformed where an object is expected.
+    Arguments that are not JSON become a text, which is malformed if an object is expected.
     """
     arguments = function.get("arguments") or "{}"
     if not isinstance(arguments, str):
@@ -273,7 +273,7 @@ def whole_turn(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
 
     ``whole_turn("a </think><search> Ana", STOP_TAGS, is_cut=False) == "<think>a </think><search> Ana</search>"``: a
     ``</think>`` before any closed action ends a thought that began in the prompt. Tags in a thought are text. Most
-    endpoints leave out the stop string where they stop.
+    endpoints leave out the stop string.
     """
     before, closing, _ = text.partition("</think>")
     if closing and THINK not in before and not any(tag in before for tag in stop):
@@ -283,9 +283,9 @@ def whole_turn(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
 
 
 def _close_tag(text: str, stop: Sequence[str], *, is_cut: bool) -> str:
-    """Return a turn without thoughts up to its first stop string; else close the tag that was opened last.
+    """Return a turn without thoughts up to its first stop string, or with the tag that was opened last closed.
 
-    With ``is_cut`` the text ran into its limit, and stays open.
+    With ``is_cut`` the text ran into its limit and stays open.
     """
     ends = [position + len(tag) for tag in stop if (position := text.find(tag)) >= 0]
     if ends:

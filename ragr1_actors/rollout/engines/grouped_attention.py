@@ -25,11 +25,11 @@ from ragr1_actors.core.models.huggingface import (
 )
 
 GROUPED_ATTENTION = "ragr1_grouped"
-"""The ``attn_implementation`` with which transformers calls ``grouped_attention``."""
+"""Name of the ``attn_implementation`` with which transformers calls ``grouped_attention``."""
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Have a model attend with ``grouped_attention`` where transformers chose ``sdpa`` for it."""
+    """Let a model attend with ``grouped_attention`` if transformers chose ``sdpa`` for it."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
 
@@ -44,7 +44,7 @@ def grouped_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' ``sdpa`` does, up to rounding; return ``[n, new, heads, D_value]``."""
+    """Attend like transformers' ``sdpa``, up to rounding; return ``[n, new, heads, D_value]``."""
     num_rows, num_heads, num_new, _ = query.shape
     num_kv_heads = key.shape[1]
     is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and options.get("position_bias") is None

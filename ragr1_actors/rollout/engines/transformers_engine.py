@@ -1,10 +1,10 @@
 """Continuous batching over any Hugging Face causal language model: the engine for small models and CPUs.
 
-One loop serves all requests. Each pass is a prefill of the requests that wait or one decode step of those that run::
+One loop serves all requests. Each pass is a prefill of the waiting requests or one decode step of the running ones::
 
     generate() ──► waiting ──prefill──► active ──decode──► active ... ──stop/length──► idle (cache kept) ──► generate()
 
-Rows of the cache: active trajectories in front, idle ones (waiting for their documents) behind them. The next turn of a
+In the rows of the cache, active trajectories come before idle ones, which wait for their documents. The next turn of a
 trajectory computes only the tokens that are not cached yet.
 """
 
@@ -33,12 +33,12 @@ from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, s
 from ragr1_actors.rollout.engines.grouped_attention import use_grouped_attention
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of one prefill pass."""
+"""Limit of padded tokens in one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TransformersEngine:
-    """An ``Engine`` over a model that ``AutoModelForCausalLM`` loads."""
+    """``Engine`` over a model that ``AutoModelForCausalLM`` loads."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
         """Load the model.
@@ -58,7 +58,7 @@ class TransformersEngine:
         use_grouped_attention(model)
         self.model: PreTrainedModel = model.to(settings.device).eval()
         self.version = settings.version
-        """Policy version of the weights in ``model``; while these are being updated, of the weights before."""
+        """Policy version of the weights in ``model``; during an update, of the weights before it."""
         self._device = torch.device(settings.device)
         self._tokenizer = tokenizer
         most = (settings.max_rows, settings.max_context_tokens)
@@ -69,14 +69,14 @@ class TransformersEngine:
         self._num_active = 0
         self._waiting: list[Session] = []
         self._loop_task: asyncio.Task[None] | None = None
-        self._received: set[str] = set()  # of the update that has been started
+        self._received: set[str] = set()  # names received in the started update
         self._adapters: dict[str, Tensor] = {}
         self._base = ""
-        self._is_whole = asyncio.Event()  # not while weights are being overwritten
+        self._is_whole = asyncio.Event()  # not set while weights are being overwritten
         self._is_whole.set()
         self._is_awake = asyncio.Event()
         self._is_awake.set()
-        # the tokens that can complete a stop string: those that contain its last character
+        # the tokens that can complete a stop string, as they contain its last character
         self._candidates = lru_cache(64)(lambda stop: tokenizer.tokens_containing({string[-1] for string in stop}))
 
     @property
@@ -94,7 +94,7 @@ class TransformersEngine:
         if session.future is not None:
             raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
         session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
-        # at least one token is computed, since the logits of the last one are needed
+        # At least one token is computed, since the logits of the last one are needed
         session.num_cached = min(session.num_cached, len(prompt_token_ids) - 1)
         session.tokens = list(prompt_token_ids)
         session.sampling, session.num_prompt = sampling, len(prompt_token_ids)
@@ -108,7 +108,7 @@ class TransformersEngine:
         return await session.future
 
     def release(self, request_id: str) -> None:
-        """Forget a trajectory that is not being generated, and free its row."""
+        """Drop a trajectory that is not being generated, and free its row."""
         session = self._sessions.pop(request_id, None)
         if session is None:
             return
@@ -126,16 +126,16 @@ class TransformersEngine:
         """Swap the weights in between two passes; every trajectory's cache is then computed again."""
         arrays = ((name, value) for name, value in weights.items() if name != BASE_KEY)
         await self.start_weight_update()
-        for part in in_parts(arrays, PART_BYTES):  # the object store's are read-only, which torch warns of: copied
+        for part in in_parts(arrays, PART_BYTES):  # read-only arrays, of which torch warns: copied
             state = {name: as_weight(torch.from_numpy(np.array(value))) for name, value in part.items()}
             self._receive(state, str(weights.get(BASE_KEY, "")))
         await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Not called: this engine's backend is ``host``."""
+        """Do nothing: this engine's backend is ``host``."""
 
     async def start_weight_update(self) -> None:
-        """Let requests wait: weights are overwritten in place from now on, and a mixture of two policies is none."""
+        """Let requests wait: weights are overwritten in place from now on, and must not be mixed."""
         self._is_whole.clear()
         self._received, self._adapters, self._base = set(), {}, ""
 
@@ -153,7 +153,7 @@ class TransformersEngine:
             self._received |= weights.keys()
 
     async def finish_weight_update(self, version: int) -> None:
-        """Check that everything was received, merge adapters, and go on."""
+        """Check that everything was received, merge adapters, and continue."""
         parameters = dict(self.model.named_parameters())
         if self._base:
             base = AdapterBase.model_validate_json(self._base)
@@ -166,7 +166,7 @@ class TransformersEngine:
         self._is_whole.set()
 
     def _forget(self) -> None:
-        """Have every trajectory's cache computed again."""
+        """Let every trajectory's cache be computed again."""
         for session in self._resident:
             session.num_cached = 0
         self._waiting.extend(self._resident[: self._num_active])
@@ -184,30 +184,30 @@ class TransformersEngine:
             self._is_awake.set()
 
     async def check(self) -> None:
-        """Nothing to check: the engine lives in this process."""
+        """Do nothing: the engine lives in this process."""
 
     async def close(self) -> None:
-        """Stop serving; requests under way end with an ``EngineError``."""
+        """Stop serving; running requests end with an ``EngineError``."""
         if self._loop_task is not None:
             self._loop_task.cancel()
         self._fail(EngineError("the engine was closed"))
 
     async def _serve(self) -> None:
-        """Run passes until nothing waits or runs. Coroutines waiting on a result run between two passes."""
+        """Run passes until nothing waits or runs. Coroutines that wait for a result run between two passes."""
         try:
             while self._waiting or self._num_active:
                 if not (self._is_whole.is_set() and self._is_awake.is_set()):
                     await self._is_whole.wait()
                     await self._is_awake.wait()
                     continue
-                # a large prefill is more efficient; if few rows are active, little decoding waits for it
+                # A large prefill is more efficient; if few rows are active, little decoding waits for it
                 is_full = self._num_active == len(self._resident) >= self._max_rows
                 if self._waiting and (len(self._waiting) * 4 >= self._num_active or is_full):
                     self._prefill()
                 else:
                     self._decode()
                 await asyncio.sleep(0)
-        except Exception as error:  # whatever a model raises fails every request; else they would wait for ever
+        except Exception as error:  # any error of a model fails every request; else they would wait without end
             self._fail(EngineError(f"generation failed: {one_line(error)}"))
 
     def _fail(self, error: EngineError) -> None:
@@ -308,7 +308,7 @@ class TransformersEngine:
         self._take(sessions, logits)
 
     def _take(self, sessions: list[Session], logits: Tensor) -> None:
-        """Sample one token for each session and finish those that are done."""
+        """Sample one token for each session, and finish the sessions that are done."""
         steps = np.array([len(s.tokens) - s.num_prompt for s in sessions], dtype=np.uint64)
         seeds = np.array([s.seed for s in sessions], dtype=np.uint64)
         tokens, logprobs = sample(
@@ -332,7 +332,7 @@ class TransformersEngine:
         stop = session.sampling.stop
         if token in self._candidates(stop):
             new_ids = session.tokens[session.num_prompt :]
-            # a stop string has at most a token per byte; a tokenizer may drop a blank at the start of the one before
+            # A stop string has at most one token per byte; a tokenizer may drop a blank at the start of the one before
             tail = self._tokenizer.decode(new_ids[-1 - max(len(string.encode()) for string in stop) :])
             if any(string in tail for string in stop):
                 return FinishReason.STOP

@@ -12,8 +12,8 @@
     sleep ──► pause, weights and cache dropped     wake_up: weights ──► either of these, without pause and resume
                                                             kv_cache ──► resume
 
-One ``AsyncLLM`` is one engine of one runner; tensor and pipeline parallelism are vLLM's own, several engines are the
-fleet's. A trajectory stays with its engine, so that the prefix cache holds its context from one turn to the next.
+One ``AsyncLLM`` is one engine of one runner; vLLM does tensor and pipeline parallelism, and the fleet has several
+engines. A trajectory stays with its engine, so that the prefix cache holds its context from one turn to the next.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-# vLLM reads these when it is imported
+# vLLM reads these at its import
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Several engines of one machine would all be bound to its first cores
@@ -78,14 +78,14 @@ class VLLMEngine:
         self._num_requests = 0
         arguments = _arguments(policy_dir, settings)
         self.llm = _start(arguments)
-        """vLLM's own engine, for what ``Engine`` does not offer."""
+        """Engine of vLLM, for methods that ``Engine`` lacks."""
         self._first_version = settings.version
         self._has_twin = arguments["weight_transfer_config"]["backend"] == TWIN_BACKEND
         self._sleeps = False
         self._base: str | None = None  # an ``AdapterBase`` as JSON, empty for weights, None if no file came
         self._paused_at: float | None = None
         self.last_pause_s = 0.0
-        """How long the newest update of weights kept generation waiting."""
+        """Seconds for which the newest update of weights paused generation."""
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -117,13 +117,13 @@ class VLLMEngine:
         return Completion(token_ids, logprobs, versions.tolist(), self._tokenizer.decode(token_ids), finish_reason)
 
     def release(self, request_id: str) -> None:
-        """Do nothing: vLLM's prefix cache forgets by itself what was not used for longest."""
+        """Do nothing: vLLM's prefix cache drops the least recently used entries itself."""
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in; see ``Engine.update_weights``.
 
         Raises:
-            TransferError: a worker could not load them; generation goes on as after a step of ``ReceivingEngine``.
+            TransferError: a worker could not load them; generation continues as after a step of ``ReceivingEngine``.
         """
         tensors = ((name, np.ascontiguousarray(weight)) for name, weight in weights.items() if name != BASE_KEY)
         await self.start_weight_update()
@@ -134,7 +134,7 @@ class VLLMEngine:
         await self.finish_weight_update(version)
 
     async def init_weight_transfer(self, init_info: Mapping[str, Any]) -> None:
-        """Have every worker join the senders; generation waits until all have joined. See ``ReceivingEngine``."""
+        """Let every worker join the senders; generation waits until all have joined. See ``ReceivingEngine``."""
         with _alive("before they joined a weight transfer"), _transferring():
             await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(dict(init_info)))
 
@@ -158,7 +158,7 @@ class VLLMEngine:
             await self._load(path, update_info["base"])
 
     async def _load(self, path: Path, base: str) -> None:
-        """Have the workers load a file of weights, or keep its adapters, which belong to ``base``."""
+        """Let the workers load a file of weights, or keep its adapters, which belong to ``base``."""
         self._base = base
         names = []
         if not base:
@@ -167,18 +167,18 @@ class VLLMEngine:
         await self._update(str(path), names)
 
     async def _update(self, path: str, names: list[str]) -> None:
-        """Have the workers load weights, one layer after the other: passes of the model run in between."""
+        """Let the workers load weights, one layer after the other: passes of the model run in between."""
         with _alive("in a weight update"), _transferring():
             for group in layerwise_groups(names) or [[]]:
                 part = {"path": path, "names": group, "base": self._base}
                 await self.llm.update_weights(WeightTransferUpdateRequest(part))
 
     async def finish_weight_update(self, version: int) -> None:
-        """Take the new weights; see ``ReceivingEngine``. Where that fails, generation stays paused."""
+        """Take the new weights; see ``ReceivingEngine``. If that fails, generation stays paused."""
         if self._base:
             await self._update("", base_names(AdapterBase.model_validate_json(self._base)))
         with _alive(f"before version {version}"), _transferring():
-            if self._base is not None:  # the worker got files, of which this is the end
+            if self._base is not None:  # the worker got files, and this ends them
                 await self.llm.update_weights(WeightTransferUpdateRequest({}))
             await self._pause()
             await self.llm.finish_weight_update(str(version))
@@ -188,16 +188,16 @@ class VLLMEngine:
                 self._paused_at = None
 
     async def _pause(self) -> None:
-        """Have requests in flight wait, and drop the cache, which they compute again by the new weights.
+        """Let requests in flight wait, and drop the cache, which they compute again with the new weights.
 
-        Not ``AsyncLLM.pause_generation``: it sleeps for 20 ms, to order outputs.
+        ``AsyncLLM.pause_generation`` is not used: it sleeps for 20 ms, to order outputs.
         """
         if self._paused_at is None and not self._sleeps:
             self._paused_at = asyncio.get_running_loop().time()
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def sleep(self) -> None:
-        """Drop weights and cache, vLLM's level 2. On a CPU vLLM only pauses; it says so in its log."""
+        """Drop weights and cache, vLLM's level 2. On a CPU vLLM only pauses, as its log says."""
         with _alive("before they slept"):
             await self.llm.sleep(level=2, mode="keep")
         self._sleeps, self._paused_at = True, None
@@ -211,9 +211,9 @@ class VLLMEngine:
         self._sleeps = tag == "weights"
 
     async def check(self) -> None:
-        """Ask vLLM whether its processes are alive; the first time, have them generate a token too.
+        """Ask vLLM whether its processes are alive; the first time, let them also generate a token.
 
-        What vLLM leaves to the first request (seconds, on a CPU) is then done before there is one.
+        The work that vLLM leaves to the first request (seconds, on a CPU) is then done.
         """
         with _alive("before a check"):
             await self.llm.check_health()
@@ -221,7 +221,7 @@ class VLLMEngine:
             prompt = list(self._tokenizer.eos_token_ids)[:1]
             warm_up = asyncio.ensure_future(self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up"))
             try:
-                # vLLM never answers a request that comes just after its processes have died
+                # vLLM does not answer a request that comes just after its processes have died
                 while not (await asyncio.wait([warm_up], timeout=1.0))[0]:
                     with _alive("while it started"):
                         await self.llm.check_health()
@@ -244,7 +244,7 @@ def _alive(when: str) -> Iterator[None]:
 
 @contextmanager
 def _transferring() -> Iterator[None]:
-    """Report what failed in a worker. A process boundary: vLLM raises a bare ``Exception`` with the error's text."""
+    """Report the error of a worker. A process boundary: vLLM raises a bare ``Exception`` with the error's text."""
     try:
         yield
     except VLLMEngineDeadError:
@@ -273,7 +273,7 @@ def _arguments(policy_dir: str | Path, settings: EngineArguments) -> dict[str, A
         arguments["enable_sleep_mode"] = True
     if settings.device == "cpu":
         arguments["weight_transfer_config"] = {"backend": TWIN_BACKEND}  # a GPU has no room for a second model
-        arguments["enforce_eager"] = True  # else minutes of compilation, by a compiler that may not be there
+        arguments["enforce_eager"] = True  # else minutes of compilation, by a compiler that may be missing
         # A seeded request whose prompt is computed in pieces ends the CPU worker: its generator cannot be rewound
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(8192, settings.max_context_tokens)
@@ -289,7 +289,7 @@ def _start(arguments: dict[str, Any]) -> AsyncLLM:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:  # TypeError: an option it does not know
+    except (RuntimeError, ValueError, OSError, TypeError, KeyError) as error:  # TypeError: an unknown option
         raise EngineError(f"vLLM did not start on {arguments['model']}: {one_line(error)}") from error
 
 
@@ -299,7 +299,7 @@ def _sampling_params(sampling: Sampling, ends: Iterable[int], *, is_streamed: bo
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         stop=list(sampling.stop),
-        stop_token_ids=list(ends),  # vLLM knows those of the model's files, and not the chat template's
+        stop_token_ids=list(ends),  # vLLM knows the ends of the model's files, but not the chat template's
         seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,

@@ -1,4 +1,4 @@
-"""vLLM's side of a weight update, imported in its worker processes: what its weight transfer engines lack.
+"""vLLM's side of a weight update, imported in its worker processes: the parts that its weight transfer engines lack.
 
 Every engine here loads weights, or adapters, from a safetensors file in shared memory (``FileUpdates``). Registered in
 vLLM's ``WeightTransferEngineFactory``::
@@ -34,24 +34,24 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightUpdateExtension:
-    """What vLLM's worker gets by ``worker_extension_cls``, with which this module is imported there."""
+    """Mixin of vLLM's worker by ``worker_extension_cls``, through which this module is imported there."""
 
     def abandon_weight_update(self) -> None:
-        """Forget an update that was not finished; vLLM would refuse to start another one."""
+        """Drop an unfinished update; vLLM would refuse to start another one."""
         self._weight_update_active = False
 
 
 class FileUpdates:
-    """Loads files in place, and leaves everything else to vLLM's engine that it is mixed into."""
+    """Loads files in place; vLLM's engine, into which it is mixed, does everything else."""
 
     device: torch.device
     model: torch.nn.Module
     model_config: Any
     _expected: frozenset[str] = frozenset()
-    """vLLM's names of what an update has to hold: what the one before held."""
+    """Names, in vLLM, that an update must have: those of the previous one."""
 
     def start_weight_update(self) -> None:
-        """Prepare the model. An update that was abandoned is finished first: vLLM would count on from it."""
+        """Prepare the model. An abandoned update is finished first: vLLM would count on from it."""
         self._loaded: set[str] = set()
         self._adapters: dict[str, torch.Tensor] = {}
         super().finish_weight_update()  # type: ignore[misc]
@@ -59,7 +59,7 @@ class FileUpdates:
 
     @torch.no_grad()
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Take a part: vLLM's own, the arguments of ``load``, or nothing, which says that all files were loaded."""
+        """Take a part: vLLM's, the arguments of ``load``, or nothing, which says that all files were loaded."""
         if "path" in update_info:
             self.load(**update_info)
         elif update_info:
@@ -84,7 +84,7 @@ class FileUpdates:
             torch.accelerator.synchronize()
 
     def _with_tied_head(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a tied embedding as the head too: a CPU packs the head by itself, and would keep the old one."""
+        """Yield a tied embedding as the head too: a CPU packs the head separately, and would keep the old one."""
         is_tied = self.model_config.hf_text_config.tie_word_embeddings
         for name, weight in weights:
             if not (is_tied and name == _HEAD):
@@ -100,17 +100,17 @@ class FileUpdates:
 
 
 class NcclEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's, with a deadline: its communicator would wait for ever for a sender that died."""
+    """NCCL engine of vLLM with a deadline: its communicator would wait without end for a dead sender."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Join a new group, and leave the one before."""
+        """Join a new group, and leave the previous one."""
         self.shutdown()
         super().init_transfer_engine(init_info)
 
     def receive_weights(self, update_info: Any) -> None:
         """Receive a broadcast; ``TransferError`` if it does not end in time, with some of the weights overwritten.
 
-        If it fails, the group is closed at once. vLLM's engine leaves it open: its buffers would stay in the GPU's
+        If it fails, the group is closed at once. vLLM's engine would leave it open: its buffers would stay in the GPU's
         memory, and another broadcast in it would wait for ranks that have left.
         """
         group = self.model_update_group
@@ -129,16 +129,16 @@ class NcclEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
 
 
 class IpcEngine(FileUpdates, IPCWeightTransferEngine):  # type: ignore[misc]
-    """vLLM's, which also loads files."""
+    """CUDA IPC engine of vLLM, which also loads files."""
 
 
 class TwinEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
-    """Loads files into a second model, which no request sees; what takes time on a CPU is packing the weights."""
+    """Loads files into a second model, which no request sees, as packing the weights takes long on a CPU."""
 
     _twin: Any = None
 
     def start_weight_update(self) -> None:
-        """Have the twin, made the first time, updated in place of the model."""
+        """Let the twin, which is made the first time, be updated instead of the model."""
         if self._twin is None:
             layers = self.vllm_config.compilation_config.static_forward_context
             known = set(layers)
@@ -153,12 +153,12 @@ class TwinEngine(FileUpdates, NCCLWeightTransferEngine):  # type: ignore[misc]
         super().start_weight_update()
 
     def complete(self) -> None:
-        """Pack, besides, what was not packed layer by layer."""
+        """Also pack what was not packed layer by layer."""
         super().complete()
         super().finish_weight_update()
 
     def finish_weight_update(self) -> None:
-        """Swap the parameters of model and twin, packed ones too; nothing may be generating."""
+        """Swap the parameters of model and twin, packed ones too; no generation may run."""
         for ours, theirs in zip(self._default_model.modules(), self.model.modules(), strict=True):
             ours._parameters, theirs._parameters = theirs._parameters, ours._parameters
             if "cpu_linear" in vars(ours):  # the packed weight is inside this function

@@ -1,4 +1,4 @@
-"""The gateway: an OpenAI-compatible endpoint in each env runner, through which an agent asks the policy.
+"""Gateway: an OpenAI-compatible endpoint in each env runner, through which an agent asks the policy.
 
 ::
 

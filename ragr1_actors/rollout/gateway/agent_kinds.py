@@ -1,4 +1,4 @@
-"""Kinds of agents: a function, a program, a Ray task; how each is run for one task, and how it is ended.
+"""Kinds of agents (a function, a program, a Ray task), with the start and the end of each for one task.
 
 A program or Ray task is ended with the processes that it started; a plain function in a thread cannot be ended.
 """
@@ -20,38 +20,38 @@ from ragr1_actors.core.users_code import contained, in_daemon_thread
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16
-"""What a program prints is kept up to this size: the end of it."""
+"""Limit of a program's output that is kept, in bytes: the end of it."""
 END_TIMEOUT_S = 30.0
-"""Limit for the end of a program and of the processes that it started."""
+"""Limit in seconds for the end of a program and of the processes that it started."""
 _MAX_ARGUMENT = 100_000  # Linux refuses longer ones
 
 
 class FunctionAgent:
-    """A function in the env runner's process; a plain one has a thread, in which it cannot be ended."""
+    """Function in the env runner's process; a plain one runs in a thread, in which it cannot be ended."""
 
     def __init__(self, function: Function) -> None:
-        """Call ``function(task, session)``."""
+        """Take ``function(task, session)``."""
         self._function = function
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
-        """Return what the function returns."""
+        """Return the result of the function."""
         try:
             if is_async(self._function):
                 returned = await contained(self._function(task, session))
             else:
                 returned = await contained(in_daemon_thread(self._function, task, session))
             return Ended(answer_of(returned, self._function))
-        except Exception as error:  # a user's agent may raise anything; only its own trajectory ends
+        except Exception as error:  # a user's agent may raise anything; only its trajectory ends
             return Ended(problem=raised_at(error, self._function))
 
 
 class CommandAgent:
-    """A program. The processes that it started end with it, and with this process, also where this one is killed."""
+    """Program. The processes that it started end with it, and with this process, even if this one is killed."""
 
     def __init__(self, command: list[str]) -> None:
-        """Run ``command`` with question and task id in place of ``{question}`` and ``{task_id}``.
+        """Take a command, whose ``{question}`` and ``{task_id}`` are replaced.
 
-        A command ``python`` is this process's interpreter, with the packages of the run.
+        The command ``python`` means this process's interpreter, with the packages of the run.
         """
         self._command = [sys.executable, *command[1:]] if command[0] == "python" else command
 
@@ -84,8 +84,8 @@ class CommandAgent:
         running = asyncio.gather(_keep(process.stdout, printed), _keep(process.stderr, errors), process.wait())
         try:
             await asyncio.shield(running)
-        except asyncio.CancelledError:  # its attempt ends; what it has printed is kept
-            process.stdin.close()  # which ends it, and what is left of it
+        except asyncio.CancelledError:  # its attempt ends; its output is kept
+            process.stdin.close()  # ends the program and its processes
         *_, status = await asyncio.wait_for(running, END_TIMEOUT_S)
         answer, said = (part.decode("utf-8", "replace") for part in (printed, errors))
         output = answer + said
@@ -98,7 +98,7 @@ class CommandAgent:
 
 
 def is_async(function: Function) -> bool:
-    """Whether a function is async, or the ``__call__`` of an object."""
+    """Return whether a function, or the ``__call__`` of an object, is async."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -118,7 +118,7 @@ def make_agent(settings: AgentSettings) -> Agent:
     """Return the agent of a recipe.
 
     Raises:
-        ConfigError: it names none of function, command and ray, or several; or there is no such function.
+        ConfigError: not exactly one of function, command and ray is given, or there is no such function.
     """
     given = [name for name in ("function", "command", "ray") if getattr(settings, name)]
     if len(given) != 1:
@@ -137,7 +137,7 @@ def make_agent(settings: AgentSettings) -> Agent:
 
 
 def check_agent(config: SamplerConfig) -> None:
-    """Raise a ``ConfigError`` if the agent of a recipe cannot be run, or not with its other settings."""
+    """Raise a ``ConfigError`` if the agent of a recipe cannot run, or not with its other settings."""
     agent = config.environment.agent
     if agent is None:
         return

@@ -1,4 +1,4 @@
-"""An agent: what it is given for one task, and how it ends. ``agent_kinds`` has the kinds of agents."""
+"""Agents: their arguments for one task, and their end. ``agent_kinds`` has the kinds of agents."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from ragr1_actors.core.types import Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """What an agent needs to ask the policy: ``OpenAI(base_url=session.base_url, api_key=session.api_key)``."""
+    """Arguments with which an agent asks the policy: ``OpenAI(base_url=session.base_url, api_key=session.api_key)``."""
 
     url: str
     """Address of the gateway: ``http://127.0.0.1:40123``."""
     api_key: str = field(repr=False)  # a message of the agent's error must not have it
-    """Valid until the agent ends."""
+    """Key that is valid until the agent ends."""
     seed: int
-    """Seeds what the agent draws at random; each attempt has another seed."""
+    """Seed of the agent's random draws; it differs between attempts."""
     deadline_s: float
-    """Seconds that the agent has."""
+    """Seconds for the agent."""
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's clients."""
+        """Base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
     @property
     def host(self) -> str:
-        """The gateway's host, which no proxy reaches: ``127.0.0.1``."""
+        """Host of the gateway, for which no proxy must be used: ``127.0.0.1``."""
         return str(urlsplit(self.url).hostname)
 
     @property
     def search_url(self) -> str:
-        """The run's retriever, in Search-R1's protocol, with the same key."""
+        """URL of the run's retriever, in Search-R1's protocol, with the same key."""
         return f"{self.url}/retrieve"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How an agent ended."""
+    """End of an agent."""
 
     answer: str | None = None
-    """None: it returned or printed none, and the one that it posted counts."""
+    """Answer; None if it returned or printed none, so that the posted one counts."""
     problem: str = ""
-    """Why it failed; empty if it did not."""
+    """Reason of a failure; empty without one."""
     output: str = ""
-    """The end of what it printed."""
+    """End of its output."""
 
 
 Function = Callable[[Task, AgentSession], Any]
 
 
 class Agent(Protocol):
-    """An agent of a recipe."""
+    """Agent of a recipe."""
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
-        """Run the agent until it ends; a cancellation ends it, and all that it started."""
+        """Run the agent until it ends; a cancellation ends it and everything that it started."""
 
 
 def answer_of(returned: object, function: Function) -> str | None:
-    """Return what an agent's function returned; ``ConfigError`` if it is neither a text nor None."""
+    """Return the result of an agent's function; raises ``ConfigError`` if it is neither a text nor None."""
     if returned is not None and not isinstance(returned, str):
         raise ConfigError(
             f"{named(function)} returned {shortened(repr(returned))}, expected the answer as a text, or None"

@@ -1,4 +1,4 @@
-"""AgentAttempt: one attempt at a task whose turns an agent asks for."""
+"""AgentAttempt: an attempt at a task whose turns an agent requests."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ragr1_actors.rollout.recorder import Fork
 from retrieval.base import Retriever
 
 END_TIMEOUT_S = 60.0
-"""For the end of an agent that was cancelled; longer than a program takes."""
+"""Limit in seconds for the end of a cancelled agent; longer than a program takes."""
 
 
 class AgentAttempt:
-    """``Attempt`` of an agent."""
+    """``Attempt`` by an agent."""
 
     measures: Mapping[str, Measure] = MappingProxyType({"rows": lambda ended: float(len(ended.rows))})
 
     def __init__(self, agent: Agent, gateway: Gateway, session: Session, deadline_s: float) -> None:
-        """Record what the agent asks in a new session."""
+        """Take a new session, which records the agent's requests."""
         self._agent, self._gateway, self._session, self._deadline_s = agent, gateway, session, deadline_s
         self._output = self._problem = ""
 
@@ -63,7 +63,7 @@ class AgentAttempt:
         return StopReason.ANSWERED
 
     async def _solved(self, task: Task) -> tuple[Ended, bool]:
-        """Run the agent; return how it ended, and whether its deadline ended it."""
+        """Run the agent; return its end, and whether the deadline caused it."""
         deadline_s, session = self._deadline_s, self._session
         async with self._gateway.opened(session) as key:
             given = AgentSession(self._gateway.url, key, session.seed, deadline_s)
@@ -77,7 +77,7 @@ class AgentAttempt:
                 session.end()
                 if not solving.done():
                     solving.cancel()
-                    await asyncio.wait({solving}, timeout=END_TIMEOUT_S)  # a function may catch it, and goes on
+                    await asyncio.wait({solving}, timeout=END_TIMEOUT_S)  # a function may catch it and continue
             failure = None if session.failed.cancelled() else session.failed.exception()
             if failure is None and not is_late:
                 own_end = Ended(problem="the agent cancelled its own task")
@@ -95,17 +95,17 @@ class AgentAttempt:
             return Ended(problem=problem, output=self._output), is_late
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
-        """Return what was recorded so far; ``error`` says why an agent failed, too."""
+        """Return the recorded trajectory so far; ``error`` also says why an agent failed."""
         if stop_reason in (StopReason.AGENT_FAILED, StopReason.AGENT_DEADLINE):
             error = error or self._problem
         return self._session.trajectory(task, stop_reason, error, self._output)
 
 
 class AgentAttempts:
-    """The agents of one env runner: one gateway, and an attempt for each trajectory."""
+    """Agents of one env runner: one gateway, and an attempt for each trajectory."""
 
     def __init__(self, config: SamplerConfig, settings: AgentSettings, chat: ChatFormat, retriever: Retriever) -> None:
-        """Run the agent of a recipe; ``ConfigError`` if it cannot be run."""
+        """Take the agent of a recipe; raises ``ConfigError`` if it cannot run."""
         self._agent = make_agent(settings)
         self._gateway = Gateway(settings.host, retriever)
         self._settings, self._chat, self._max_turns = settings, chat, config.environment.max_turns

@@ -25,7 +25,7 @@ from ragr1_actors.core.types import CallRequest, Message
 
 T = TypeVar("T")
 Said = tuple[str, str, tuple[tuple[str, str], ...]]
-"""A message as histories are compared: role, text, and name and canonical arguments of each call."""
+"""Message in the form in which histories are compared: role, text, and name and canonical arguments of each call."""
 Finish = Literal["stop", "length", "tool_calls"]
 CONTEXT_LENGTH = "context_length_exceeded"
 _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
@@ -33,7 +33,7 @@ _ROLES = {"developer": "system"}
 
 
 class ApiError(Exception):
-    """A request that is refused with OpenAI's error object."""
+    """Refusal of a request with OpenAI's error object."""
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         """Refuse with an HTTP status, one sentence and OpenAI's code, such as ``context_length_exceeded``."""
@@ -42,19 +42,19 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """JSON of the answer."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code or None}}
 
 
 def context_is_full(what: str) -> ApiError:
-    """Return the refusal of a request beyond the context or the turns; ``what`` says why, or what to do."""
-    # litellm knows the error by these words; smolagents takes some numbers for those of other errors
+    """Return the refusal of a request beyond the context or the turns; ``what`` gives the reason or advice."""
+    # litellm recognises the error by these words; smolagents takes some numbers for other errors
     return ApiError(400, f"This model's maximum context length is reached: {what}.", CONTEXT_LENGTH)
 
 
 def session_has_ended() -> ApiError:
-    """Return what refuses a request of an agent whose attempt has ended."""
+    """Return the refusal of a request from an agent whose attempt has ended."""
     return ApiError(410, "this session has ended; stop asking")
 
 
@@ -85,7 +85,7 @@ class _Message(BaseModel):
     reasoning: str | None = None
 
     def text(self) -> str:
-        """Return the content as one text; ``ApiError`` if a part of it is no text."""
+        """Return the content as one text; raises ``ApiError`` if a part of it is not text."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         for part in self.content:
@@ -113,15 +113,15 @@ class _Body(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A request for a chat completion."""
+    """Request for a chat completion."""
 
     messages: tuple[Message, ...]
     said: tuple[Said, ...]
-    """The messages as they are compared with what was recorded."""
+    """Messages in the form in which they are compared with the recorded ones."""
     answered_ids: tuple[str, ...]
-    """One per message: the ``tool_call_id`` of a tool's result, else an empty text."""
+    """Id per message: the ``tool_call_id`` of a tool's result, else an empty text."""
     model: str = ""
-    """Echoed only: there is one policy."""
+    """Name of the model, which is only echoed: there is one policy."""
     tools: tuple[ToolSchema, ...] = ()
     takes_calls: bool = True
     """Whether calls in the turn are read; ``tool_choice: none`` leaves them in its text."""
@@ -134,7 +134,7 @@ class ChatRequest:
 
 
 def checked_as(kind: type[T], given: object) -> T:
-    """Return a body, or a part of one, as a model; ``ApiError`` 400 names the first wrong key."""
+    """Return a body, or a part of it, as a model; the ``ApiError`` 400 names the first wrong key."""
 
     def refuse(key: str, got: Any, problem: str) -> ApiError:
         return ApiError(400, f"{key or 'the body'}: got {shortened(repr(got))}; {problem}")
@@ -146,7 +146,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Read the body of ``/v1/chat/completions``.
 
     Raises:
-        ApiError: 400 with one sentence: it is no such JSON, or asks for what a recorded policy does not do.
+        ApiError: 400 with one sentence: it is not such JSON, or asks for something that a recorded policy cannot do.
     """
     try:
         given = from_json(body, allow_inf_nan=False)
@@ -177,12 +177,12 @@ def read_request(body: bytes) -> ChatRequest:
         stream=bool(found.stream),
         include_usage=found.stream_options is not None and bool(found.stream_options.include_usage),
         overridden={name: given[name] for name in _OVERRIDDEN if name in given}
-        | ({"tool_choice": choice} if choice == "required" else {}),  # smolagents and pydantic-ai send it by themselves
+        | ({"tool_choice": choice} if choice == "required" else {}),  # smolagents and pydantic-ai send it themselves
     )
 
 
 def _refuse(given: dict[str, Any], choice: object) -> None:
-    """Refuse what would need tokens that the policy did not sample by itself, or several answers."""
+    """Refuse requests that need tokens that the policy did not sample freely, or several answers."""
     if given.get("n", 1) != 1:
         raise ApiError(400, f"n: got {shortened(repr(given['n']))}, expected 1; send several requests")
     if given.get("logit_bias"):
@@ -199,14 +199,14 @@ def _refuse(given: dict[str, Any], choice: object) -> None:
 
 
 def in_front(messages: Sequence[Message]) -> list[Message]:
-    """Return a whole conversation with one system message, in front: chat templates refuse others."""
+    """Return a whole conversation with one system message at the front, as chat templates refuse others."""
     num_leading = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
     leading = "\n\n".join(message.content for message in messages[:num_leading])
     return [Message("system", leading)] * (num_leading > 0) + behind(messages[num_leading:])
 
 
 def behind(messages: Sequence[Message]) -> list[Message]:
-    """Return messages behind the first ones, those of the system as a user's."""
+    """Return messages after the first ones, with those of the system as a user's."""
     return [replace(message, role="user") if message.role == "system" else message for message in messages]
 
 
@@ -224,7 +224,7 @@ def _said(message: _Message) -> Said:
 
 
 def said(role: str, content: str, calls: Sequence[CallRequest] = ()) -> Said:
-    """Return a message as histories are compared: without thoughts and outer blanks, arguments in one spelling."""
+    """Return a message as histories are compared: no thoughts, no outer blanks, and canonical arguments."""
     if role == "assistant":
         content = visible(content)[1]
     return role, content, tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
@@ -247,10 +247,10 @@ def _arguments(call: _Call) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The policy's turn, for the agent."""
+    """Turn of the policy, for the agent."""
 
     content: str
-    """Outside thoughts and calls, and in front of the stop string."""
+    """Text outside thoughts and calls, before the stop string."""
     thought: str
     calls: tuple[CallRequest, ...]
     finish: Finish
@@ -259,7 +259,7 @@ class Reply:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the message."""
     call_ids: tuple[str, ...] = ()
-    """One for each of ``calls``."""
+    """Ids of ``calls``."""
 
     def message(self) -> dict[str, Any]:
         """Return the assistant's message."""
@@ -293,7 +293,7 @@ def _written(call: CallRequest) -> dict[str, str]:
 def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tuple[str, str]:
     """Return thought and content of a turn without calls, up to its first stop string.
 
-    With ``is_whole`` false the turn goes on: what may be the beginning of a tag or a stop string is held back.
+    If ``is_whole`` is false the turn continues, so a possible beginning of a tag or a stop string is held back.
 
     ``visible("<think>two</think>\\n\\nRiga END", ["END"]) == ("two", "Riga")``
     """
@@ -312,7 +312,7 @@ def before_stop(turn: str, stop: Sequence[str]) -> str:
 
 
 def _without_beginning(text: str, of: Sequence[str]) -> str:
-    """Return a text without an ending that may be the beginning of one of the texts ``of``."""
+    """Return a text without an ending that may begin one of the texts ``of``."""
     longest = max((n for one in of for n in range(1, len(one)) if text.endswith(one[:n])), default=0)
     return text[: len(text) - longest]
 
@@ -324,7 +324,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 class Chunks:
-    """The chunks of one streamed answer, as server-sent events."""
+    """Chunks of one streamed answer, as server-sent events."""
 
     def __init__(self, request: ChatRequest) -> None:
         """Begin an answer to a request."""
@@ -333,9 +333,9 @@ class Chunks:
         self._has_begun = False
 
     def grown(self, turn: str) -> bytes:
-        """Return chunks for the new text of a turn that is still being sampled; empty if there is none to show."""
+        """Return chunks for the new text of a turn that is still being sampled; empty if nothing can be shown."""
         thought, content = visible(turn, self._request.stop, is_whole=False)
-        # a call may begin anywhere in the text, so with tools it is sent at the end
+        # A call may begin anywhere in the text, so with tools it is sent at the end
         is_held = bool(self._request.tools) and self._request.takes_calls
         return b"".join(self._deltas(thought, "" if is_held else content))
 

@@ -14,7 +14,7 @@ from ragr1_actors.rollout.gateway.agents import AgentSession, Ended, Function, a
 
 
 class RayAgent:
-    """A plain function that Ray runs in a separate process, which is killed to end it."""
+    """Plain function that Ray runs in a separate process, which is killed to end it."""
 
     def __init__(self, function: Function, num_cpus: float) -> None:
         """Reserve ``num_cpus`` for each call."""
@@ -22,7 +22,7 @@ class RayAgent:
         self._remote = ray.remote(num_cpus=num_cpus, max_retries=0)(function)
 
     async def solve(self, task: Task, session: AgentSession) -> Ended:
-        """Return what the function returns."""
+        """Return the result of the function."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         call = self._remote.options(scheduling_strategy=here).remote(task, session)
         try:

@@ -8,8 +8,8 @@
     POST /v1/reward             {"reward": 0.5}        added to the last turn's reward
     POST /retrieve              Search-R1's protocol: the run's retriever
 
-A key that was never given gets 401, that of a session that has ended 410. ``cluster/http.py`` has the guards of every
-server. The gateway listens from the first session on, until it is closed.
+An unknown key gets 401, the key of an ended session 410. ``cluster/http.py`` has the guards of every server. The
+gateway listens from the first session until it is closed.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from retrieval.base import Retriever
 from retrieval.http.server import DEFAULT_TOPK, format_answer, parse_question
 
 MODEL = "policy"
-"""The name of the one model."""
+"""Name of the only model."""
 MAX_BODY_BYTES = 8 * 2**20
 MAX_REWARD = 1e6
-"""The largest reward that an agent may post; advantages are computed in float32."""
+"""Largest reward that an agent may post, as advantages are computed in float32."""
 _KEPT_KEYS = 2**16
-"""Keys of ended sessions that get 410; older ones get 401."""
+"""Number of keys of ended sessions that get 410; older ones get 401."""
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Chat(Protocol):
-    """What answers the requests for chat completions of one key."""
+    """Handler of the requests for chat completions with one key."""
 
     async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
         """Return the next turn of a conversation; raises ``ApiError``."""
@@ -113,10 +113,10 @@ class _Reward(BaseModel):
 
 
 class Gateway:
-    """The server of one env runner, and the sessions of its agents."""
+    """Server of one env runner, and the sessions of its agents."""
 
     def __init__(self, host: str, retriever: Retriever) -> None:
-        """Listen on ``host`` from the first session on; ``retriever`` answers the agents' searches."""
+        """Take the host, on which it listens from the first session; ``retriever`` answers the agents' searches."""
         self._retriever = retriever
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -136,7 +136,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The address at which agents ask, without a path: that of the node, where it listens on all addresses."""
+        """Address for agents, without a path; the node's address if the server listens on all addresses."""
         listening = URL(self._server.url)
         if not ipaddress.ip_address(listening.raw_host or "").is_unspecified:
             return self._server.url

@@ -1,4 +1,4 @@
-"""A session: what one agent asks the policy, recorded as rows of one attempt.
+"""Session: the requests of one agent to the policy, recorded as rows of one attempt.
 
 ::
 
@@ -6,7 +6,7 @@
     request 2   .. what was said .., tool          row 0   [ P  P | M  M | O  O | M  M ]
     request 3   another conversation               row 1                                  [ P  P  P | M  M ]
 
-A request goes on with the longest conversation that it repeats; its tokens are never encoded again. Where it repeats
+A request continues the longest conversation that it repeats; the tokens of that are never encoded again. If it repeats
 none, because the agent began another one or rewrote the history, it begins a conversation, whose prompt is a new row.
 """
 
@@ -51,43 +51,43 @@ from ragr1_actors.rollout.recorder import Reading, Recorder
 from retrieval.base import RETRIEVE
 
 MAX_REFUSED = 64
-"""Requests in a row that are refused, or that the agent leaves, until the session ends."""
+"""Limit of requests in a row that are refused or left by the agent, after which the session ends."""
 MAX_QUERIES = 1000
-"""Queries that an agent may search with in one attempt."""
+"""Limit of the queries with which an agent may search in one attempt."""
 
 
 class NewRecorder(Protocol):
     """Makes the recorders of one attempt."""
 
     def __call__(self, *, part: str = "") -> Recorder:
-        """Return a new recorder, whose id is the attempt's and ``part``."""
+        """Return a new recorder, whose id is that of the attempt with ``part``."""
 
 
 class FloodError(Exception):
-    """The agent does not stop asking beyond a limit."""
+    """An agent does not stop asking beyond a limit."""
 
 
 @dataclass(slots=True)
 class _Conversation:
-    """One conversation of a session; its rows only ever grow."""
+    """Conversation of a session; its rows only grow."""
 
     recorder: Recorder
     tools: tuple[ToolSchema, ...]
     said: tuple[Said, ...] = ()
-    """The messages as the agent knows them; empty before the first turn."""
+    """Messages as the agent knows them; empty before the first turn."""
     is_busy: bool = False
     is_full: bool = False
     turn: tuple[str, tuple[ToolCall, ...]] | None = None
     """Action and calls of a turn whose results have not come yet."""
     call_ids: tuple[str, ...] = ()
-    """One per call of ``turn``."""
+    """Ids of the calls of ``turn``."""
     searched: list[ToolCall] = field(default_factory=list)
-    """The agent's searches since its newest turn."""
+    """Searches of the agent since its newest turn."""
 
     def is_continued_by(self, request: ChatRequest) -> bool:
-        """Whether a request repeats all that was said here, and adds no turn of the policy.
+        """Return whether a request repeats the whole conversation, and adds no turn of the policy.
 
-        Where the last request was cancelled, a turn is missing: only the same request goes on.
+        If the last request was cancelled, a turn is missing: only the same request continues.
         """
         is_free = not (self.is_busy or self.is_full) and self.tools == request.tools
         added = request.said[len(self.said) :]
@@ -98,9 +98,9 @@ class _Conversation:
         )
 
     def end_turn(self, added: Sequence[Said] = (), answered_ids: Sequence[str] = ()) -> None:
-        """Record the last turn with the messages behind it, and the id of the call that each of them answers.
+        """Record the last turn with the messages after it, and the id of the call that each of them answers.
 
-        A result without the id of one of the calls belongs to the first call that no other result names.
+        A result without the id of a call belongs to the first call that no other result names.
         """
         if self.turn is not None:
             action, calls = self.turn
@@ -119,34 +119,34 @@ class _Conversation:
 
 @dataclass(slots=True)
 class Session:
-    """What an agent has asked so far."""
+    """State of an agent's requests so far."""
 
     new_recorder: NewRecorder
     release: Callable[[str], None]
-    """Called with the id of a recorder at the end, and where a request of it was cancelled."""
+    """Callback with the id of a recorder at the end, and after a cancelled request."""
     chat: ChatFormat
     max_turns: int
     answer: str | None = None
-    """What ``POST /v1/answer`` gave, or else the agent at its end."""
+    """Answer from ``POST /v1/answer``, else the agent's at its end."""
     reward: float = 0.0
-    """What ``POST /v1/reward`` gave."""
+    """Reward from ``POST /v1/reward``."""
     limit: StopReason | None = None
-    """The limit beyond which the last request was."""
+    """Limit that the last request exceeded."""
     failed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Has an exception once the session cannot go on: of engine or search, or ``FloodError``. Done at the end."""
+    """Future with an exception if the session cannot go on: of engine, search or ``FloodError``. Done at the end."""
     counts: dict[str, float] = field(default_factory=dict)
-    """Metrics of the attempt: how often a request had a field that has no effect."""
+    """Metrics of the attempt: the number of requests with a field that has no effect."""
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
     _searched: list[ToolCall] = field(default_factory=list)
-    """``searched`` of the conversation with the newest turn, or of the first one before that."""
+    """Searches of the conversation with the newest turn, or of the first one before that."""
     _num_queries: int = 0
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def seed(self) -> int:
-        """The seed of the attempt."""
+        """Seed of the attempt."""
         return self.new_recorder().seed
 
     @property
@@ -166,7 +166,7 @@ class Session:
             ApiError: 400 beyond the turns or the context, or if the chat template refuses the messages; 410 after the
                 end; 503 if the engine failed, which ends the session.
         """
-        if self.failed.done():  # while the body was read
+        if self.failed.done():  # ended while the body was read
             raise session_has_ended()
         if self._num_turns >= self.max_turns:
             self.limit = StopReason.MAX_TURNS
@@ -244,7 +244,7 @@ class Session:
         return reply
 
     def _read(self, turn: Completion, request: ChatRequest, num_prompt_tokens: int) -> tuple[Reply, str]:
-        """Return a turn as the agent gets it, and the name of what it did."""
+        """Return a turn in the form for the agent, and the name of its action."""
         is_read = bool(request.tools) and request.takes_calls
         parsed = self.chat.parser(request.tools).end(before_stop(turn.text, request.stop)) if is_read else None
         is_cut = turn.finish_reason is FinishReason.LENGTH
@@ -266,7 +266,7 @@ class Session:
             self.fail(FloodError(f"got {self._num_refused} requests in a row that were refused; end at the first ones"))
 
     def take_queries(self, number: int) -> None:
-        """Count queries of the agent before they are searched; ``ApiError`` 429 beyond ``MAX_QUERIES``."""
+        """Count queries of the agent before their search; raises ``ApiError`` 429 beyond ``MAX_QUERIES``."""
         if self._num_queries + number > MAX_QUERIES:
             raise ApiError(429, f"an attempt may search with {MAX_QUERIES} queries; {self._num_queries} are used")
         self._num_queries += number
@@ -280,10 +280,10 @@ class Session:
         """End the session with an error of the infrastructure, or of an agent that floods."""
         if not self.failed.done():
             self.failed.set_exception(error)
-            self.failed.exception()  # asyncio logs what was never read
+            self.failed.exception()  # else asyncio logs that it was not read
 
     def end(self) -> None:
-        """Cancel the requests in flight, which an agent that has ended does not wait for, and free the engine."""
+        """Cancel the requests in flight, for which an ended agent does not wait, and free the engine."""
         self.failed.cancel()
         for request in self._running:
             request.cancel()
@@ -291,9 +291,9 @@ class Session:
             self.release(conversation.recorder.trajectory_id)
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
-        """Return what was recorded: the rows of all conversations, one conversation behind the other.
+        """Return the recorded trajectory: the rows of all conversations, one conversation after another.
 
-        ``output`` is what the agent printed, or its error: kept as the result of a call ``agent`` in the last turn.
+        ``output`` is the agent's output, or its error: it is kept as the result of a call ``agent`` in the last turn.
         """
         for conversation in self._conversations:
             conversation.end_turn()

@@ -1,1 +1,1 @@
-"""What a run says of itself while it trains: metrics and where they go, progress, incidents, alarms, examples."""
+"""Telemetry of a training run: metrics and their destinations, progress, incidents, alarms, examples."""

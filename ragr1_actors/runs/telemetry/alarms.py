@@ -1,4 +1,4 @@
-"""The alarms of a run, and what its collapse guard stores in a checkpoint; ``training/guard.py`` is the guard."""
+"""Alarms of a run, and the state that its collapse guard stores in a checkpoint; ``training/guard.py`` is the guard."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ragr1_actors.core.config import GuardAction
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A metric that left its limits: ``Alarm("entropy", "learner/entropy", 23, 0.41, 0.27, 0.107, "warn")``."""
+    """Metric that left its limits: ``Alarm("entropy", "learner/entropy", 23, 0.41, 0.27, 0.107, "warn")``."""
 
     name: str
     metric: str
     iteration: int
-    """In which it began."""
+    """Iteration in which it began."""
     value: float | None
-    """None if it was not finite."""
+    """Value of the metric; None if it was not finite."""
     limit: float | None
-    """The one that the value passed; None if any finite value is allowed so far."""
+    """Limit that the value passed; None if any finite value is allowed so far."""
     baseline: float | None
-    """None if the limit does not depend on the run."""
+    """Baseline of the metric; None if the limit does not depend on the run."""
     action: GuardAction
     rolled_back_to: int | None = None
-    """Iteration of the checkpoint from which the run went on; None without a roll-back."""
+    """Iteration of the checkpoint from which the run continued; None without a roll-back."""
 
     def __str__(self) -> str:
         """Return ``iteration 23: learner/entropy is 0.41, above 0.27 (baseline 0.107)``."""
@@ -41,26 +41,26 @@ class Alarm:
 
 @dataclass(slots=True)
 class Track:
-    """What an alarm remembers of its metric."""
+    """Memory of an alarm about its metric."""
 
     values: list[float] = field(default_factory=list)
-    """The newest values inside the limits, of which the baseline is the median."""
+    """Newest values inside the limits; their median is the baseline."""
     best: float | None = None
-    """The best baseline so far."""
+    """Best baseline so far."""
     num_outside: int = 0
-    """Values outside the limits in a row, up to now."""
+    """Number of values outside the limits in a row, up to now."""
     outside_since: int = 0
-    """Iteration of the first of them."""
+    """Iteration of the first value outside."""
 
 
 @dataclass(slots=True)
 class GuardState:
-    """The state of a guard, as JSON in every checkpoint."""
+    """State of a guard, as JSON in every checkpoint."""
 
     tracks: dict[str, Track] = field(default_factory=dict)
-    """By alarm."""
+    """Tracks by alarm."""
     alarms: list[Alarm] = field(default_factory=list)
-    """All that have begun, in their order; those before a roll-back too."""
+    """Alarms that have begun, in their order, including those before a roll-back."""
     unanswered: list[Alarm] = field(default_factory=list)
-    """Those whose stop or roll-back is still to come."""
+    """Alarms whose stop or roll-back is still to come."""
     num_roll_backs: int = 0

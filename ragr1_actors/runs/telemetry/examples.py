@@ -1,4 +1,4 @@
-"""A trajectory as Markdown, for TensorBoard's page of texts."""
+"""Trajectories as Markdown, for TensorBoard's page of texts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from ragr1_actors.core.types import ToolCall, Trajectory
 
 MAX_CHARS = 600
-"""Longest text of a record that is shown, in characters."""
+"""Limit of the shown text of a record, in characters."""
 
 
 def as_markdown(trajectory: Trajectory) -> str:
-    """Return question, turns with their calls, and answer. What policy and corpus wrote is in code blocks."""
+    """Return question, turns with their calls, and answer. Texts of policy and corpus are in code blocks."""
     task = trajectory.task
     lines = [f"**question** {_block(task.question)}", f"**gold answers** {_block(' | '.join(task.golden_answers))}"]
     for number, turn in enumerate(trajectory.turns, start=1):

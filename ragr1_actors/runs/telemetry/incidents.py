@@ -1,4 +1,4 @@
-"""Incidents: what failed in a run and what was done about it, from the warnings that the project's modules log."""
+"""Incidents: failures in a run and the reactions to them, from the warnings that the project's modules log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("cluster", "envs", "learners", "ragr1_actors", "retrieval")
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """A death, hang, restart, retry or fallback: ``Incident(1790000000.0, "env runner 0 died (...)")``."""
+    """Death, hang, restart, retry or fallback: ``Incident(1790000000.0, "env runner 0 died (...)")``."""
 
     time_s: float
     """Unix time."""
@@ -23,7 +23,7 @@ class IncidentLog(logging.Handler):
     """Prints the project's warnings and keeps them until they are taken, while the ``with`` block runs."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """``say`` prints a line."""
+        """Take ``say``, which prints a line."""
         super().__init__(logging.WARNING)
         self._say = say
         self._found: list[Incident] = []
@@ -35,7 +35,7 @@ class IncidentLog(logging.Handler):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Listen no more."""
+        """Remove the handler from the loggers."""
         for name in PACKAGES:
             logging.getLogger(name).removeHandler(self)
 

@@ -1,14 +1,14 @@
-"""The metrics of a run: one line of JSON per iteration in ``metrics.jsonl``, and the same values for TensorBoard.
+"""Metrics of a run: one line of JSON per iteration in ``metrics.jsonl``, and the same values for TensorBoard.
 
 ``metrics.jsonl`` has one line per ``log`` call, its keys sorted::
 
     {"iteration": 3, "loop/tokens": 81920.0, "rollout/reward": 0.61, "stage": "rl", "time/iteration_s": 4.2}
 
-A line of an iteration in which fleets got other sizes has them, with the reasons, as ``scaling/decisions``; one of an
-iteration in which something failed and was mended has it as ``incidents``.
+If fleets got other sizes in an iteration, its line has them, with the reasons, as ``scaling/decisions``. Failures that
+were mended are there as ``incidents``.
 
 A metric's name is ``group/name``, with the groups ``rollout``, ``learner``, ``eval``, ``loop`` and others. Names that
-start with ``time/`` are wall times in seconds. Two runs with the same seed agree in all metrics but these.
+start with ``time/`` are wall times in seconds. Two runs with the same seed agree in all metrics except these.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ INCIDENTS = "incidents"
 
 
 class _Row(BaseModel):
-    """A line of ``metrics.jsonl``: every other key is a metric."""
+    """Line of ``metrics.jsonl``: every other key is a metric."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, float]
@@ -57,7 +57,7 @@ class _Row(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Steps of SFT or iterations of RL whose lines a damaged file lacks: ``Gap("rl", 5, 8)``."""
+    """Steps of SFT or iterations of RL that a damaged file lacks: ``Gap("rl", 5, 8)``."""
 
     stage: str
     first: int
@@ -108,9 +108,9 @@ class MetricsLogger:
     ) -> None:
         """Append the metrics of an iteration to both files, as in ``log("rl", 3, {"rollout/reward": 0.61})``.
 
-        ``decisions`` and ``incidents`` are those since the call before. ``samples`` are values whose histograms
-        TensorBoard shows, such as ``{"turns": [2.0, 3.0]}``; ``histograms`` have their buckets:
-        ``{"ratio": [(0.9, 1.1, 7.0)]}``.
+        ``decisions`` and ``incidents`` date from after the previous call. ``samples`` are values whose histograms
+        TensorBoard shows, such as ``{"turns": [2.0, 3.0]}``; ``histograms`` are given as buckets: ``{"ratio": [(0.9,
+        1.1, 7.0)]}``.
 
         A logger's first line of a stage drops the lines of that stage from ``iteration`` on, so that a run resumed from
         iteration 3 does not keep the lines that an earlier process logged after that checkpoint.
@@ -131,13 +131,13 @@ class MetricsLogger:
             events.write_text(stage, iteration, DECISIONS, "\n\n".join(map(str, decisions)))
 
     def log_examples(self, stage: str, iteration: int, examples: Mapping[str, str]) -> None:
-        """Have TensorBoard show trajectories as Markdown, after the line of their evaluation: ``{"wrong": "..."}``."""
+        """Show trajectories in TensorBoard as Markdown, after the line of their evaluation: ``{"wrong": "..."}``."""
         assert self._events is not None, "log_examples() before log()"
         for name, text in examples.items():
             self._events.write_text(stage, iteration, f"{EXAMPLES}/{name}", text)
 
     def rewind(self, stage: str) -> None:
-        """Have the next line of a stage drop the lines from its iteration on, as after a resume."""
+        """Let the next line of a stage drop the lines from its iteration on, such as after a resume."""
         self._begun.discard(stage)
 
     def close(self) -> None:
@@ -178,12 +178,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def is_iteration(row: Mapping[str, Any]) -> bool:
-    """Return whether a line is of an iteration of RL: those of evaluations between two have the stage ``rl``, too."""
+    """Return whether a line is of an iteration of RL; evaluations between two iterations also have the stage ``rl``."""
     return row["stage"] == "rl" and "time/iteration_s" in row
 
 
 def find_gaps(rows: Iterable[Mapping[str, Any]], done: Mapping[str, int]) -> tuple[Gap, ...]:
-    """Return what lines lack of the steps up to ``done`` by stage, such as ``{"sft": 300, "rl": 8}``."""
+    """Return the gaps in the lines up to the steps ``done`` by stage, such as ``{"sft": 300, "rl": 8}``."""
     found = {(row["stage"], row["iteration"]) for row in rows if row["stage"] != "rl" or is_iteration(row)}
     gaps: list[Gap] = []
     for stage, last in done.items():
@@ -206,12 +206,12 @@ def read_incidents(run_dir: Path) -> tuple[Incident, ...]:
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without wall times, incidents and the fleets' load; two runs of a seed agree in them."""
+    """Return the metrics without wall times, incidents and the fleets' load; two runs with one seed agree in them."""
     return {name: value for name, value in metrics.items() if not name.startswith((*TIMING_PREFIXES, INCIDENTS))}
 
 
 def ratio(means: Mapping[str, float], over: str, under: str) -> float:
-    """Return one mean divided by another; 0 where that one is 0 or is not there."""
+    """Return one mean divided by another; 0 if the latter is 0 or missing."""
     return means[over] / means[under] if means.get(under) else 0.0
 
 

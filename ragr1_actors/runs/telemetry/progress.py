@@ -1,4 +1,4 @@
-"""The progress of a stage: a bar on a terminal, and lines in a log, such as that of a job on a cluster."""
+"""Progress of a stage: a bar on a terminal, and lines in a log, such as the log of a job on a cluster."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ragr1_actors.core.progress_bar import progress_bar
 
 LINE_INTERVAL_S = 5.0
 SAMPLED_TOKENS = "env_runners/sampled_tokens"
-"""Metric: all tokens that the runners sampled in an iteration. With lag, failures and hedging it depends on timing."""
+"""Metric of all tokens that runners sampled in an iteration. With lag, failures and hedging it depends on timing."""
 _LINE = re.compile(r"(SFT|RL) +\d+/\d+  ")
 
 Report = Callable[[int, str], None]
-"""Takes the number of steps done and a short text: ``report(3, "loss 0.512")``."""
+"""Function that takes the number of steps done and a short text: ``report(3, "loss 0.512")``."""
 
 
 PARTS = {"time/sample_s": "samples", "time/learn_s": "the learner", "time/publish_s": "the weight sync"}
-"""Parts of an iteration, and what it waits for in them."""
+"""Parts of an iteration, with a name for the cause of each wait."""
 
 
 @contextmanager
 def show_progress(
     console: Console, title: str, total: int, done: int, line_interval_s: float = LINE_INTERVAL_S
 ) -> Iterator[Report]:
-    """Show a stage of ``total`` steps, of which ``done`` were done before, with its rate and the time left.
+    """Show a stage of ``total`` steps, of which ``done`` were done earlier, with its rate and the time left.
 
-    Where the console is no terminal, a line is printed every ``line_interval_s`` at most, and at the end:
+    If the console is not a terminal, a line is printed at most every ``line_interval_s``, and at the end:
     ``RL    3/100  reward 0.312``.
     """
     if not console.is_terminal:
@@ -52,10 +52,10 @@ def show_progress(
 
 
 def describe_iteration(metrics: Mapping[str, float]) -> str:
-    """Return the status of an iteration of RL from its metrics; what an environment does not report is left out.
+    """Return the status of an iteration of RL from its metrics; missing ones are left out.
 
-    ``reward 0.312  em 0.250  searches 1.90  tokens/s 5,120  waits for samples 81%``: the searches are queries per
-    trajectory, the tokens all that the runners sampled, and the last is the longest part of the iteration.
+    ``reward 0.312 em 0.250 searches 1.90 tokens/s 5,120 waits for samples 81%``: the searches are queries per
+    trajectory, the tokens are all that the runners sampled, and the last part is the longest of the iteration.
     """
     named = (("reward", "rollout/reward", ".3f"), ("em", "rollout/em", ".3f"), ("searches", "rollout/queries", ".2f"))
     said = [f"{title} {metrics[name]:{form}}" for title, name, form in named if name in metrics]
@@ -68,5 +68,5 @@ def describe_iteration(metrics: Mapping[str, float]) -> str:
 
 
 def is_progress(line: str) -> bool:
-    """Return whether a line of a log is one of ``show_progress``, which the next one replaces."""
+    """Return whether a line of a log is from ``show_progress``, so that the next such line replaces it."""
     return _LINE.match(line) is not None

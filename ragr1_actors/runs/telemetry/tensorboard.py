@@ -1,8 +1,8 @@
-"""The TensorBoard run of a training run: its event file, and the layout of its page of custom scalars.
+"""TensorBoard run of a training run: its event file, and the layout of its page of custom scalars.
 
-A training run is one run in TensorBoard. Steps of SFT have tags that begin with ``sft/``; the step of all others is the
-iteration of RL, and that of tags that begin with ``by_tokens/`` the number of tokens trained in RL. TensorBoard itself
-draws each of them over wall time, too.
+A training run is one run in TensorBoard. Tags of SFT begin with ``sft/``. The step of other tags is the iteration of
+RL, or for tags that begin with ``by_tokens/`` the number of tokens trained in RL. TensorBoard also draws each tag over
+wall time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 TENSORBOARD_DIRECTORY = "tensorboard"
 SFT, BY_TOKENS = "sft/", "by_tokens/"
-"""Prefixes of tags whose steps are no iterations of RL."""
+"""Prefixes of tags whose steps are not iterations of RL."""
 OVER_TOKENS = ("rollout/reward", "rollout/em", "rollout/queries", "learner/entropy", "eval/em", "eval/f1")
 """Metrics that are also curves over tokens."""
 JUDGED_BY = ("eval/em", "eval/f1", "eval/rounds", "rollout/reward")
 """Metrics on the page of hyperparameters."""
 NUM_BUCKETS = 20
-"""Of a histogram."""
+"""Number of buckets of a histogram."""
 LAYOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "health": {
         "reward": ("rollout/reward",),
@@ -82,7 +82,7 @@ LAYOUT: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 class EventFile:
     """The newest event file of a run, written in the calling thread with TensorBoard's ``RecordWriter``.
 
-    Not torch's ``SummaryWriter``: its background thread prints a traceback when the disk is full, see
+    torch's ``SummaryWriter`` does not fit: its background thread prints a traceback when the disk is full, see
     ``docs/decisions/run-files.md``.
     """
 
@@ -99,23 +99,23 @@ class EventFile:
         self._records = RecordWriter(self._file)
         self._about = (_layout(), *_hyperparameters(run_dir.name, settings))
         self._add(file_version="brain.Event:2")
-        if number == 0:  # TensorBoard's loader in Python takes the first such event for no restart
+        if number == 0:  # TensorBoard's loader in Python does not take the first such event for a restart
             self._add(step=0, session_log=SessionLog(status=SessionLog.START))
         for summary in self._about:
             self._add(summary=summary)
 
     def drop(self, stage: str, step: int, num_tokens: int) -> None:
-        """Have TensorBoard forget a stage from ``step`` on, as a resumed run writes it again.
+        """Drop a stage from ``step`` on in TensorBoard, as a resumed run writes it again.
 
-        ``num_tokens`` are those trained before. Evaluations at the ends of stages are not dropped on their own: they
-        come out the same.
+        ``num_tokens`` is the number of tokens trained before. Evaluations at the ends of stages are not dropped, as
+        they would be equal.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         if stage not in {"sft", "rl"}:
             return
         events = self._events()
-        # TensorBoard drops every tag from a step on; those of the other kinds of steps are written again.
+        # TensorBoard drops every tag from a step on, so tags of the other kinds of steps are written again.
         self._add(step=step, session_log=SessionLog(status=SessionLog.START))
         for summary in self._about:
             self._add(summary=summary)
@@ -155,7 +155,7 @@ class EventFile:
         samples: Mapping[str, Sequence[float]],
         histograms: Mapping[str, Sequence[Bucket]],
     ) -> None:
-        """Append a histogram of each list of values, and whole ones, as ``distribution/NAME``; nothing has none."""
+        """Append histograms of non-empty lists of values, and ready ``histograms``, as ``distribution/NAME``."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
         for name, values in samples.items():
@@ -174,7 +174,7 @@ class EventFile:
         return sorted(path for path in self._directory.iterdir() if path.is_file())
 
     def _events(self) -> list[Event]:
-        """Return what TensorBoard shows of the files so far."""
+        """Return the events of the files so far that TensorBoard shows."""
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -199,7 +199,7 @@ def _prefix(stage: str) -> str:
 
 
 def _is_kept(tag: str, at: int, stage: str, num_tokens: int) -> bool:
-    """Whether a value at the step ``at`` stays that TensorBoard drops with ``stage``."""
+    """Return whether a value at the step ``at``, which TensorBoard drops with ``stage``, stays."""
     if tag.startswith(SFT):
         return stage != "sft"
     if stage == "sft":
@@ -223,7 +223,7 @@ def _tensor(tag: str, content: bytes, metadata: Any) -> Summary:
 
 
 def _histogram(tag: str, buckets: Sequence[Bucket]) -> Summary:
-    """Return a histogram as ``histogram_pb`` makes it, which counts values itself."""
+    """Return a histogram as ``histogram_pb`` makes it; that function counts values itself."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.metadata import create_summary_metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -233,7 +233,7 @@ def _histogram(tag: str, buckets: Sequence[Bucket]) -> Summary:
 
 
 def _hyperparameters(name: str, settings: Mapping[str, Any]) -> tuple[Summary, ...]:
-    """Return what TensorBoard needs for its page of hyperparameters; nothing if no setting is given."""
+    """Return the summaries for TensorBoard's page of hyperparameters; empty if no setting is given."""
     from tensorboard.plugins.hparams import summary_v2
 
     if not settings:
@@ -249,7 +249,7 @@ def _hyperparameters(name: str, settings: Mapping[str, Any]) -> tuple[Summary, .
 
 
 def _layout() -> Summary:
-    # not tensorboard's ``custom_scalar.summary.pb``, which needs TensorFlow
+    # tensorboard's ``custom_scalar.summary.pb`` needs TensorFlow
     from tensorboard.plugins.custom_scalar.layout_pb2 import Category, Chart, Layout, MultilineChartContent
     from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG, create_summary_metadata
 

@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow: they get every line of metrics, too, if ``debugging.trackers`` names them.
 
-Server, project and key are in their own environment variables (``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI``). A run that
-is resumed goes on in the same run there: ``trackers.json`` in the run directory has its id.
+Server, project and key come from their environment variables (``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI``). A resumed
+run continues in the same run there: ``trackers.json`` in the run directory has its id.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 TRACKERS_FILE = "trackers.json"
 PROJECT = "ragr1"
-"""Project or experiment where the environment names none."""
+"""Project or experiment if the environment names none."""
 SFT_STEP, RL_STEP = "sft/step", "iteration"
-"""What W&B draws the metrics of SFT and all others over."""
+"""Steps over which W&B draws the metrics of SFT, and all other metrics."""
 _MAX_PARAMETER = 6000
-"""Characters of a parameter that MLflow takes."""
+"""Limit of a parameter for MLflow, in characters."""
 
 logger = logging.getLogger(__name__)
 
 Log = Callable[[str, int, Mapping[str, float]], None]
-"""Takes stage, iteration and metrics, as ``MetricsLogger.log`` does."""
+"""Function that takes stage, iteration and metrics, like ``MetricsLogger.log``."""
 
 
 @contextmanager
 def trackers(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Log]:
-    """Yield what is to be called with every line of metrics; at the end of the block the trackers' runs end.
+    """Yield a function to call with every line of metrics; the trackers' runs end with the block.
 
     Args:
-        names: of ``debugging.trackers``; none of them is imported if it is empty.
-        run_dir: whose name their runs get.
-        settings: the hyperparameters that they show.
+        names: names from ``debugging.trackers``; if empty, no tracker is imported.
+        run_dir: run directory, whose name their runs get.
+        settings: hyperparameters to show.
 
     Raises:
         ConfigError: a tracker is not installed, or did not accept the run.
@@ -59,7 +59,7 @@ def trackers(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -
 
 @contextmanager
 def _wandb(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Log]:
-    """W&B, whose own process sends what it gets: a call neither waits nor fails."""
+    """Yield the function for W&B, whose separate process sends the lines: a call neither waits nor fails."""
     try:
         import wandb
     except ImportError as error:
@@ -101,14 +101,14 @@ def _wandb(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Log]:
 
 @contextmanager
 def _mlflow(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Log]:
-    """MLflow, whose thread sends what it gets; a line that does not arrive is counted."""
+    """Yield the function for MLflow, whose thread sends the lines; a line that does not arrive is counted."""
     try:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
     except ImportError as error:
         raise _not_installed("mlflow-skinny", error) from error
-    # by default it tries for minutes, for which the end of a run would wait
+    # by default it tries for minutes, and the end of a run would wait for it
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     try:
         client = MlflowClient()
@@ -148,7 +148,7 @@ def _mlflow(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Log]:
 
 
 def _begin_mlflow(client: MlflowClient, run_dir: Path, settings: Mapping[str, Any]) -> str:
-    """Return the id of a new run, or of the one that this run directory has had before."""
+    """Return the id of a new run, or of the run that this run directory had before."""
     from mlflow.entities import Param, RunTag
 
     before = _ids(run_dir).get("mlflow")
