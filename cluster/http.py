@@ -19,11 +19,11 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -72,6 +72,14 @@ class RequestError(Exception):
         self.status = status
         self.headers = headers or {}
 
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        return {"error": str(self)}
+
+
+_NO_TOKEN = RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
+
 
 class HttpServer:
     """Listens while its ``async with`` block runs.
@@ -92,6 +100,9 @@ class HttpServer:
         limits: Limits | None = None,
         headers: Mapping[str, str] | None = None,
         count: Callable[[str, int], None] | None = None,
+        token: str | None = None,
+        no_token: RequestError = _NO_TOKEN,
+        open_paths: Collection[str] = (),
     ) -> None:
         """Serve ``routes``, whose handlers may raise ``RequestError``.
 
@@ -103,7 +114,17 @@ class HttpServer:
             limits: limits of connections, bodies and times.
             headers: headers of every answer.
             count: called with path and status of every answer.
+            token: token that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none, which needs a
+                host that only this machine reaches; None leaves it to the handlers.
+            no_token: refusal of a request without the token.
+            open_paths: paths that need no token.
+
+        Raises:
+            ConfigError: other machines can reach the host and the token is empty, or it is not printable ASCII.
         """
+        if token is not None:
+            check_token(host, token)
+        self._token, self._no_token, self._open_paths = token or "", no_token, open_paths
         self._host, self._port = host.strip("[]"), port
         self._limits = limits or Limits()
         self._headers = {**_HEADERS, **(headers or {})}
@@ -199,20 +220,17 @@ class HttpServer:
                 self._count(request.path if request.path in self._paths else OTHER_PATH, status)
         if request.transport is None:  # the client left
             return response
-        late = asyncio.get_running_loop().call_later(self._limits.answer_s, request.transport.abort)  # it does not read
-        try:
+        with taken_in_time(request, self._limits.answer_s):
             await response.prepare(request)
             await response.write_eof()
-        finally:
-            late.cancel()
         return response
 
     async def _answer_or_refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._guard(request)
-            return await handler(request)
+            return await handler(request) if self._may_enter(request) else _answer_of(self._no_token)
         except RequestError as error:
-            return refuse(error.status, str(error), error.headers)
+            return _answer_of(error)
         except web.HTTPRequestEntityTooLarge:
             return refuse(413, f"the body is larger than {self._limits.body_bytes} bytes; send several requests")
         except web.HTTPMethodNotAllowed as error:
@@ -238,6 +256,15 @@ class HttpServer:
             got = shortened(repr(request.content_type), _MAX_QUOTED)
             raise RequestError(415, f"got content of type {got}, expected application/json")
 
+    def _may_enter(self, request: web.Request) -> bool:
+        """Return whether a request sends the token, or needs none; a path that is not there is refused later."""
+        if not self._token or request.path in self._open_paths or request.match_info.http_exception is not None:
+            return True
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # Compared in constant time, so that the time does not show how much of a guess is right
+        is_same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token.encode())
+        return is_same and scheme.lower() == "bearer"
+
     def _names_this_server(self, host: str) -> bool:
         """Return whether a ``Host`` header names this server; an address does: no owner of a domain can point it
         here."""
@@ -260,10 +287,27 @@ class _Refusal(asyncio.Protocol):
         transport.close()
 
 
-def run_until_signal(server: AbstractAsyncContextManager[object], ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM, and call ``ready`` once the server listens. A second signal ends the process.
+@contextlib.contextmanager
+def taken_in_time(request: web.Request, answer_s: float) -> Iterator[None]:
+    """Cut the connection of a client that does not take within ``answer_s`` what the block sends."""
+    assert request.transport is not None
+    late = asyncio.get_running_loop().call_later(answer_s, request.transport.abort)
+    try:
+        yield
+    finally:
+        late.cancel()
 
-    The process may open as many files as the system allows it to.
+
+def announce(url: str) -> None:
+    """Write to standard error where a server answers."""
+    sys.stderr.write(f"{url} answers; Ctrl-C stops it\n")
+    sys.stderr.flush()
+
+
+def run_until_signal(server: HttpServer, ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then answer the requests in flight; a second signal ends the process at once.
+
+    ``ready`` gets the address once the server listens. The process may open as many files as the system allows it to.
     """
     allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != most:
@@ -272,16 +316,20 @@ def run_until_signal(server: AbstractAsyncContextManager[object], ready: Callabl
         asyncio.run(_serve(server, ready))
 
 
-async def _serve(server: AbstractAsyncContextManager[object], ready: Callable[[], None]) -> None:
+async def _serve(server: HttpServer, ready: Callable[[str], None]) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopped.set)
-        ready()
+        ready(server.url)
         await stopped.wait()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+def _answer_of(error: RequestError) -> web.Response:
+    return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
 def refuse(status: int, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -298,14 +346,6 @@ def check_token(host: str, token: str) -> None:
         )
     if token and not is_token(token):
         raise ConfigError("the token holds spaces or odd characters, expected printable ASCII")
-
-
-def has_token(request: web.Request, token: str) -> bool:
-    """Return whether a request sends ``Authorization: Bearer TOKEN``; an empty token asks for none."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    # Compared in constant time, so that the time does not show how much of a guess is right
-    is_same = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode())
-    return not token or (is_same and scheme.lower() == "bearer")
 
 
 def is_loopback(host: str) -> bool:

@@ -25,11 +25,12 @@ def view(
     The page listens on loopback only. An index of a tenth of the trajectories' size is kept in RUN/view. A run at a
     URI is shown as it is now.
     """
+    from cluster.http import run_until_signal
     from cluster.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
     from ragr1_actors.pages.viewer.index import PARTS, Index
-    from ragr1_actors.pages.viewer.server import ViewServer, run_view
+    from ragr1_actors.pages.viewer.server import ViewServer
     from ragr1_actors.runs.run_directory import open_run_directory
     from ragr1_actors.runs.store import find_store
 
@@ -41,7 +42,7 @@ def view(
         if is_uri(run):  # asked once
             tokenizers = partial(list, list(tokenizers()))
         server = ViewServer(Index(store.bring(TRAJECTORIES), parts), str(store), tokenizers, port=port)
-        run_view(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))
+        run_until_signal(server, lambda url: print_line(f"open {url} in a browser; Ctrl-C stops it"))
 
 
 def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import sys
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.http import HttpServer, Limits, check_token, has_token, run_until_signal
+from cluster.http import HttpServer, Limits, announce, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, UserError
 from ragr1_actors.core.resolve import raised_at
@@ -51,7 +50,7 @@ from ragr1_actors.rollout.gateway.messages import (
     in_front,
     visible,
 )
-from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, error_answer, models
+from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, models
 from ragr1_actors.rollout.gateway.session import NewRecorder, Session
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt
@@ -207,27 +206,28 @@ class PolicyServer(HttpServer):
         token: str = "",
         allowed_hosts: Collection[str] = (),
     ) -> None:
-        """Serve a policy; see ``RetrievalServer`` for arguments and errors."""
-        check_token(host, token)
-        self.policy, self._token = policy, token
-        routes = [web.post("/v1/chat/completions", self._handle), web.get("/v1/models", self._handle)]
-        limits = Limits(body_bytes=MAX_BODY_BYTES)
-        super().__init__(routes, host=host, port=port, allowed_hosts=allowed_hosts, limits=limits)
+        """Serve a policy; arguments and errors are those of ``HttpServer``."""
+        self.policy = policy
+        super().__init__(
+            [web.post("/v1/chat/completions", self._complete), web.get("/v1/models", self._models)],
+            host=host,
+            port=port,
+            allowed_hosts=allowed_hosts,
+            limits=Limits(body_bytes=MAX_BODY_BYTES),
+            token=token,
+            no_token=ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'"),
+        )
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, and stop."""
         await super().__aexit__(*error)
         await self.policy.engine.close()
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        try:
-            if not has_token(request, self._token):
-                raise ApiError(401, "expected the server's token as API key, in 'Authorization: Bearer TOKEN'")
-            if request.method == "POST":
-                return await answer_chat(request, await self.read_body(request), self.policy)
-            return web.json_response(models())
-        except ApiError as error:
-            return error_answer(error)
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await answer_chat(request, await self.read_body(request), self.policy)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(models())
 
 
 def load_policy(path: str | Path) -> ServedPolicy:
@@ -237,16 +237,7 @@ def load_policy(path: str | Path) -> ServedPolicy:
 
 
 def run_policy_server(server: PolicyServer) -> None:
-    """Serve until SIGINT or SIGTERM, and write the address to standard error.
-
-    Raises:
-        UserError: the engine died.
-    """
-
-    def say() -> None:
-        sys.stderr.write(f"{server.url}/v1 answers; Ctrl-C stops it\n")
-        sys.stderr.flush()
-
-    run_until_signal(server, say)
+    """Serve as ``run_until_signal`` does; ``UserError`` if the engine died."""
+    run_until_signal(server, lambda url: announce(f"{url}/v1"))
     if server.policy.death:
         raise UserError(f"the engine died: {server.policy.death}; start the command again")

@@ -22,7 +22,6 @@ import contextlib
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic_core import from_json, to_json
 
-from cluster.http import HttpServer, Limits, RequestError, check_token, has_token, refuse, run_until_signal
+from cluster.http import HttpServer, Limits, RequestError, announce, refuse, run_until_signal
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from ragr1_actors.core.files import checked
 from retrieval.base import Hits, Passage, Retriever
@@ -122,7 +121,7 @@ def _finite(score: float) -> float:
     raise ValueError(f"got the score {score}, expected a finite number")
 
 
-class RetrievalServer:
+class RetrievalServer(HttpServer):
     """Listens while its ``async with`` block runs.
 
     ::
@@ -142,22 +141,27 @@ class RetrievalServer:
         limits: Limits | None = None,
         mcp: type[McpEndpoint] | None = None,
     ) -> None:
-        """Check the host and the token.
+        """Check the host and the token; arguments and errors that are not here are those of ``HttpServer``.
 
         Args:
             retriever: answers the searches. A ``LocalRetriever`` is searched in a separate thread, in batches.
-            host: name or address of this machine.
-            port: port number; 0 takes a free one.
-            token: token that requests must send as ``Authorization: Bearer TOKEN``; empty asks for none.
-            allowed_hosts: further names by which clients reach the server.
-            limits: limits of connections, bodies and times.
             mcp: class that answers clients of MCP too; it needs the SDK.
-
-        Raises:
-            ConfigError: other machines can reach the host and there is no token, or the token is not printable ASCII.
         """
-        check_token(host, token)
-        self._token = token
+        super().__init__(
+            [
+                web.post("/retrieve", self._retrieve),
+                web.get("/healthz", self._healthz),
+                web.get("/metrics", self._show_metrics),
+                *([web.post("/mcp", self._answer_mcp)] if mcp else []),
+            ],
+            host=host,
+            port=port,
+            allowed_hosts=allowed_hosts,
+            limits=limits,
+            count=lambda path, status: self._num_answers.labels(path, status).inc(),
+            token=token,
+            open_paths=("/healthz",),
+        )
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica, so that neither an index nor a model is used twice at the same time.
         pool = PooledRetriever({"thread": self._thread}, PoolArguments(max_retries=1)) if self._thread else None
@@ -176,39 +180,20 @@ class RetrievalServer:
         in_flight.set_function(lambda: self._num_in_flight)
         self._running = contextlib.AsyncExitStack()
         self._mcp = mcp(self._retriever) if mcp is not None else None
-        self._http = HttpServer(
-            [
-                web.post("/retrieve", self._retrieve),
-                web.get("/healthz", self._healthz),
-                web.get("/metrics", self._show_metrics),
-                *([web.post("/mcp", self._answer_mcp)] if self._mcp else []),
-            ],
-            host=host,
-            port=port,
-            allowed_hosts=allowed_hosts,
-            limits=limits,
-            count=lambda path, status: self._num_answers.labels(path, status).inc(),
-        )
-
-    @property
-    def url(self) -> str:
-        """Address at which the server listens, without a path."""
-        return self._http.url
 
     async def __aenter__(self) -> Self:
         """Begin to listen; raises ``ConfigError`` if the host is another machine or the port is in use."""
         try:
             if self._mcp is not None:
                 await self._running.enter_async_context(self._mcp.running())
-            await self._http.__aenter__()
+            return await super().__aenter__()
         except ConfigError:
             await self._close()
             raise
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         """Answer the requests in flight, for a limited time, then stop."""
-        await self._http.__aexit__(*error)
+        await super().__aexit__(*error)
         await self._close()
 
     async def _close(self) -> None:
@@ -218,9 +203,8 @@ class RetrievalServer:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         started = time.monotonic()
-        self._authorise(request)
         with self._in_flight():
-            question = parse_question(await self._http.read_body(request))
+            question = parse_question(await self.read_body(request))
             body = format_answer(await self._search(question), return_scores=bool(question.return_scores))
         self._num_queries.inc(len(question.queries))
         self._duration.observe(time.monotonic() - started)
@@ -228,9 +212,8 @@ class RetrievalServer:
 
     async def _answer_mcp(self, request: web.Request) -> web.Response:
         assert self._mcp is not None
-        self._authorise(request)
         with self._in_flight():
-            return await self._mcp.answer(request, await self._http.read_body(request))
+            return await self._mcp.answer(request, await self.read_body(request))
 
     async def _search(self, question: Question) -> list[list[Passage]]:
         queries = question.queries
@@ -275,12 +258,7 @@ class RetrievalServer:
         return ""
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        self._authorise(request)
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-    def _authorise(self, request: web.Request) -> None:
-        if not has_token(request, self._token):
-            raise RequestError(401, "expected the header 'Authorization: Bearer TOKEN'", {"WWW-Authenticate": "Bearer"})
 
 
 class SearchThread:
@@ -322,14 +300,6 @@ def run_server(
     allowed_hosts: Collection[str] = (),
     mcp: type[McpEndpoint] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then answer the requests in flight. The address is written to standard error.
-
-    A second signal ends the process at once. See ``RetrievalServer`` for arguments and errors.
-    """
+    """Serve as ``run_until_signal`` does; see ``RetrievalServer`` for arguments and errors."""
     server = RetrievalServer(retriever, host=host, port=port, token=token, allowed_hosts=allowed_hosts, mcp=mcp)
-
-    def say() -> None:
-        sys.stderr.write(f"{server.url}{'/mcp' if mcp else '/retrieve'} answers; Ctrl-C stops it\n")
-        sys.stderr.flush()
-
-    run_until_signal(server, say)
+    run_until_signal(server, lambda url: announce(f"{url}{'/mcp' if mcp else '/retrieve'}"))

@@ -25,7 +25,7 @@ from typing import Any, Self
 from aiohttp import web
 from pydantic_core import to_json
 
-from cluster.http import HttpServer, Limits, RequestError, run_until_signal
+from cluster.http import HttpServer, Limits, RequestError
 from ragr1_actors.core.errors import DataError, UserError, one_line
 from ragr1_actors.pages.viewer.index import Index
 from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, list_payload, run_payload, trajectory_payload
@@ -53,7 +53,7 @@ _HEADERS = {
 logger = logging.getLogger(__name__)
 
 
-class ViewServer:
+class ViewServer(HttpServer):
     """Listens, and follows the run, while its ``async with`` block runs.
 
     ::
@@ -83,17 +83,12 @@ class ViewServer:
             web.get("/api/trajectories", self._show_list),
             web.get("/api/trajectory", self._show_trajectory),
         ]
-        self._http = HttpServer(routes, port=port, limits=Limits(drain_s=DRAIN_S), headers=_HEADERS)
+        super().__init__(routes, port=port, limits=Limits(drain_s=DRAIN_S), headers=_HEADERS)
         self._follower: asyncio.Task[None] | None = None
-
-    @property
-    def url(self) -> str:
-        """Address at which the server listens."""
-        return self._http.url
 
     async def __aenter__(self) -> Self:
         """Begin to listen; raises ``ConfigError`` if the port is in use."""
-        await self._http.__aenter__()
+        await super().__aenter__()
         self._follower = asyncio.create_task(self._follow())
         return self
 
@@ -104,7 +99,7 @@ class ViewServer:
             self._follower.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._follower
-        await self._http.__aexit__(*error)
+        await super().__aexit__(*error)
         for threads in (self._threads, self._looking):
             threads.shutdown(cancel_futures=True)
         self._searcher.close()
@@ -148,11 +143,6 @@ class ViewServer:
     async def _compute(self, compute: Callable[[], dict[str, Any]]) -> web.Response:
         with _refusals():
             return _json(await asyncio.get_running_loop().run_in_executor(self._threads, compute))
-
-
-def run_view(server: ViewServer, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` gets the address once the page answers."""
-    run_until_signal(server, lambda: ready(server.url))
 
 
 @contextlib.contextmanager

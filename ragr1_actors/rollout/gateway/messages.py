@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
+from cluster.http import RequestError
 from envs.actions import THINK
 from envs.call_grammars import END_OF_THOUGHT, ToolSchema
 from ragr1_actors.core.errors import one_line, shortened
@@ -32,13 +33,13 @@ _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_pe
 _ROLES = {"developer": "system"}
 
 
-class ApiError(Exception):
-    """Refusal of a request with OpenAI's error object."""
+class ApiError(RequestError):
+    """Refusal of a request with OpenAI's error object; its clients do not repeat the request."""
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         """Refuse with an HTTP status, one sentence and OpenAI's code, such as ``context_length_exceeded``."""
-        super().__init__(message)
-        self.status, self.code = status, code
+        super().__init__(status, message, {"x-should-retry": "false"})
+        self.code = code
 
     @property
     def body(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 from yarl import URL
 
-from cluster.http import HttpServer, Limits
+from cluster.http import HttpServer, Limits, taken_in_time
 from ragr1_actors.core.types import OnText
 from ragr1_actors.rollout.gateway.messages import (
     ApiError,
@@ -93,11 +93,8 @@ async def _write(request: web.Request, response: web.StreamResponse, part: bytes
         await response.prepare(request)
     if request.transport is None:  # the client left
         return
-    late = asyncio.get_running_loop().call_later(Limits().answer_s, request.transport.abort)  # it does not read
-    try:
+    with taken_in_time(request, Limits().answer_s):
         await response.write(part)
-    finally:
-        late.cancel()
 
 
 class _Answer(BaseModel):
@@ -170,14 +167,12 @@ class Gateway:
         self, handle: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
-            session: Session | None = None
+            session = self._session_of(request)
             try:
-                session = self._session_of(request)
                 return await handle(request, session)
-            except ApiError as error:
-                if session is not None:
-                    session.note_refused()
-                return error_answer(error)
+            except ApiError:
+                session.note_refused()
+                raise
 
         return handler
 
@@ -216,11 +211,6 @@ class Gateway:
         session.note_searches(asked.queries, k, found)
         body = format_answer(found, return_scores=bool(asked.return_scores))
         return web.Response(body=body, content_type="application/json", charset="utf-8")
-
-
-def error_answer(error: ApiError) -> web.Response:
-    """Return the answer that refuses a request; OpenAI's clients do not repeat it."""
-    return web.json_response(error.body, status=error.status, headers={"x-should-retry": "false"})
 
 
 def models() -> dict[str, Any]:
