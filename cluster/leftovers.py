@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cluster import session_watcher
 from cluster.session_watcher import Leftover, end
-from ragr1_actors.core.files import lock, publish
+from ragr1_actors.core.disk.files import lock, publish
 
 TEMP = Path("/tmp")
 """Folder of Ray's files, short because the paths of its sockets have at most 107 characters."""

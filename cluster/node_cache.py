@@ -25,8 +25,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ragr1_actors.core.disk.files import (
+    REMOVED,
+    WRITING,
+    fingerprint_file,
+    is_no_room,
+    lock,
+    locked,
+    publish,
+    remove_folder,
+)
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import REMOVED, WRITING, fingerprint_file, is_no_room, lock, locked, publish, remove_folder
 
 CACHE_VARIABLE = "RAGR1_CACHE"
 """Environment variable with the folder of this node's cache, on a local disk; the default is ``~/.cache/ragr1``."""

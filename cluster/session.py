@@ -21,7 +21,7 @@ from ray.exceptions import AuthenticationError, RayError, RpcError
 
 from cluster import leftovers, session_watcher
 from ragr1_actors.core.errors import FleetError, UserError, one_line
-from ragr1_actors.core.interrupts import SIGNALS, TerminationError
+from ragr1_actors.core.process.interrupts import SIGNALS, TerminationError
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
+from ragr1_actors.core.disk.files import WRITING, is_no_room, validated
+from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
-from ragr1_actors.core.files import WRITING, is_no_room, validated
-from ragr1_actors.core.folders import AnyFolder
 
 SMALL_BYTES = 256 * 2**20
 """Limit of a folder, in bytes, that travels through Ray's object store if a run has no storage URI."""

@@ -34,6 +34,7 @@ from envs.tools.mcp import list_tools
 from envs.turn_searches import search_call
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, ToolError, shortened
+from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import named, part_options, raised_at
 from ragr1_actors.core.types import (
     MALFORMED,
@@ -48,7 +49,6 @@ from ragr1_actors.core.types import (
     Trajectory,
     Turn,
 )
-from ragr1_actors.core.users_code import contained
 from retrieval.base import Page, Passage
 
 ODD_TEXTS = (

@@ -28,9 +28,9 @@ import numpy as np
 from envs.measures import exact_match, token_f1
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.process.users_code import contained, in_thread
 from ragr1_actors.core.resolve import blamed, load_object, named, place_of
 from ragr1_actors.core.types import ChatModel, Trajectory
-from ragr1_actors.core.users_code import contained, in_thread
 
 Split = Literal["train", "eval", "demonstration"]
 

@@ -44,8 +44,8 @@ from envs.tasks.files import (
     supporting_ids,
 )
 from envs.tasks.formats import plain_fields
+from ragr1_actors.core.disk.fault_report import FaultCounts
 from ragr1_actors.core.errors import DataError, shortened
-from ragr1_actors.core.fault_report import FaultCounts
 from ragr1_actors.core.types import CallRequest, Task
 
 _TAGS = {

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragr1_actors.core.folders import AnyFolder, FolderWriter
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter
 
 logger = logging.getLogger(__name__)
 

@@ -46,9 +46,8 @@ from learners.call_history import CallHistory
 from learners.options import LEARNERS
 from learners.step_clock import StepClock
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files
-from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
-from ragr1_actors.core.files import (
+from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files
+from ragr1_actors.core.disk.files import (
     ADAPTER_FOLDER,
     LEARNER_FILE,
     LEARNER_PREFIX,
@@ -63,7 +62,8 @@ from ragr1_actors.core.files import (
     sync_tree,
     write_parts,
 )
-from ragr1_actors.core.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
+from ragr1_actors.core.disk.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
+from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 

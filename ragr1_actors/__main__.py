@@ -15,7 +15,7 @@ def main() -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _SAID_BY_RAY)  # Ray reads it when it is imported
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-    from ragr1_actors.core.imports import quick_exit
+    from ragr1_actors.core.process.imports import quick_exit
 
     with quick_exit():  # before multiprocessing is imported, which has something to do at the end, too
         from ragr1_actors.cli.main import main as run

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ragr1_actors.core.disk.files import WRITING, write_file
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import WRITING, write_file
 from ragr1_actors.core.resolve import STATIC
 from retrieval.base import Passage
 from retrieval.build import (

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, valid_unicode
-from ragr1_actors.core.files import (
+from ragr1_actors.core.disk.files import (
     WRITING,
     fingerprint_file,
     held_alone,
@@ -34,7 +33,8 @@ from ragr1_actors.core.files import (
     write_file,
     write_json,
 )
-from ragr1_actors.core.progress_bar import progress_bar
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, valid_unicode
+from ragr1_actors.core.process.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_corpus

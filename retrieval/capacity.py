@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.files import read_json
 from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
 
 PASSAGE_BYTES = 650

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.answers import normalize_answer
-from ragr1_actors.core.progress_bar import CountOf, uncounted
+from ragr1_actors.core.process.progress_bar import CountOf, uncounted
 from ragr1_actors.core.types import Task
 from retrieval.base import Passage, Retriever
 from retrieval.corpora.corpus import Corpus

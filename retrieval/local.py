@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragr1_actors.core.config import RetrievalSettings
+from ragr1_actors.core.disk.folders import Folder
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
-from ragr1_actors.core.folders import Folder
 from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import ToolCall

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, normalizers
 
-from ragr1_actors.core.digests import write_list
+from ragr1_actors.core.disk.digests import write_list
 from retrieval.adopt import Adoption, adopt_index
 from retrieval.base import Passage
 from retrieval.encoders.encoder import Encoder

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from ragr1_actors.cli import print_line
 from ragr1_actors.cli.ask import Shown, questions
 from ragr1_actors.cli.main import app
-from ragr1_actors.core.advice import advised, command_name
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.process.advice import advised, command_name
 from ragr1_actors.core.types import Record, ToolCall, Turn
 from ragr1_actors.evaluation import asking
 from ragr1_actors.evaluation.asking import Asker

@@ -18,7 +18,7 @@ from small_world import ended, invoke, wait_for
 from cluster.session import ray_session
 from cluster.session_watcher import processes_of
 from ragr1_actors.core.errors import FleetError, UserError
-from ragr1_actors.core.interrupts import InterruptGuard, TerminationError
+from ragr1_actors.core.process.interrupts import InterruptGuard, TerminationError
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOM = """

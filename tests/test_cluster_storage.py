@@ -15,8 +15,8 @@ import pytest
 from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, options, s3_server, s3_uri
 
 from cluster.storage import Artifact, Storage, StorageWriter, is_uri, read_contents, share, without_secrets
+from ragr1_actors.core.disk.folders import Folder, FolderWriter, on_this_node
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.folders import Folder, FolderWriter, on_this_node
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from storage_world import SECRET, CutConnection, s3_server, s3_uri
 
 from cluster.storage import Storage, share
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.digests import LIST_FILE, check_digests, write_list
+from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, write_list
+from ragr1_actors.core.disk.files import LEARNER_FILE, LEARNER_PREFIX, learner_files
+from ragr1_actors.core.disk.folders import Folder, part_of
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_FILE, LEARNER_PREFIX, learner_files
-from ragr1_actors.core.folders import Folder, part_of
 from ragr1_actors.core.schema import groups_to_record_batch
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragr1_actors.core.digests import LIST_FILE, FileDigest, check_digests, digest_files, read_list, write_list
+from ragr1_actors.core.disk.digests import LIST_FILE, FileDigest, check_digests, digest_files, read_list, write_list
+from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import WRITING
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 from processes import ROOT, run_python
 
-from ragr1_actors.core.imports import hidden, quick_imports
+from ragr1_actors.core.process.imports import hidden, quick_imports
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ END = """
     import atexit, sys
     from contextlib import nullcontext
     from types import ModuleType
-    from ragr1_actors.core.imports import quick_exit
+    from ragr1_actors.core.process.imports import quick_exit
     class Node:
         def __del__(self):
             print("visited")
@@ -105,7 +105,7 @@ def test_the_library_of_triton_has_nothing_to_say_at_the_end() -> None:
     pytest.importorskip("triton._C.libtriton")
     script = """
         import triton._C.libtriton
-        from ragr1_actors.core.imports import quick_exit
+        from ragr1_actors.core.process.imports import quick_exit
         with quick_exit():
             pass
     """

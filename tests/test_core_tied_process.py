@@ -14,14 +14,14 @@ import pytest
 from processes import ROOT
 from waits import until
 
-from ragr1_actors.core.tied_process import tied
+from ragr1_actors.core.process.tied_process import tied
 
 pytestmark = pytest.mark.integration
 # prints the processes: the shell, a child of it, and an orphan that called setsid
 FAMILY = "sleep 600 & child=$!; orphan=$(setsid bash -c 'sleep 600 >&- & echo $!'); echo $$ $child $orphan"
 STARTER = """
 import subprocess, sys, time
-from ragr1_actors.core.tied_process import tied
+from ragr1_actors.core.process.tied_process import tied
 subprocess.Popen(tied(sys.argv[1:]), stdin=subprocess.PIPE)
 time.sleep(600)
 """

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from learners import call_history
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner_group import LearnerGroup
+from ragr1_actors.core.disk.files import LEARNER_FILE, POLICY_FOLDER, read_learner
+from ragr1_actors.core.disk.folders import SharedFolder
 from ragr1_actors.core.errors import FleetError, LearnerError
-from ragr1_actors.core.files import LEARNER_FILE, POLICY_FOLDER, read_learner
-from ragr1_actors.core.folders import SharedFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 
 pytestmark = pytest.mark.engine

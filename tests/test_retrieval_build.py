@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from encoder_world import change_json, write_modules, write_plain
 
-from ragr1_actors.core.digests import LIST_FILE
+from ragr1_actors.core.disk.digests import LIST_FILE
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.build import build_index, index_info

@@ -334,7 +334,7 @@ async def test_a_gateway_on_all_addresses_gives_that_of_its_node(tokenizer: Poli
 def test_a_process_does_not_wait_for_a_function_that_never_ends() -> None:
     script = """
 import asyncio, threading
-from ragr1_actors.core.users_code import in_daemon_thread
+from ragr1_actors.core.process.users_code import in_daemon_thread
 async def main():
     try:
         await asyncio.wait_for(in_daemon_thread(threading.Event().wait), 0.1)

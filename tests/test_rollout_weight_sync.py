@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.disk.folders import SharedFolder
 from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
-from ragr1_actors.core.folders import SharedFolder
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner import EnvRunner

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import (
+from ragr1_actors.core.disk.files import (
     TensorPart,
     learner_files,
     read_json,
@@ -21,7 +20,8 @@ from ragr1_actors.core.files import (
     write_json,
     write_parts,
 )
-from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.store import RunStore
 
@@ -157,7 +157,7 @@ def test_a_killed_process_leaves_the_previous(store: Checkpoints, tmp_path: Path
     script = f"""
 import os, signal
 from pathlib import Path
-from ragr1_actors.core.files import write_json
+from ragr1_actors.core.disk.files import write_json
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.store import RunStore
 
@@ -211,7 +211,7 @@ import errno, resource, signal
 from pathlib import Path
 import numpy as np
 import pytest
-from ragr1_actors.core.files import TensorPart, write_json, write_parts
+from ragr1_actors.core.disk.files import TensorPart, write_json, write_parts
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.core.errors import UserError

@@ -20,9 +20,9 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
-from ragr1_actors.core.digests import LIST_FILE, write_list
+from ragr1_actors.core.disk.digests import LIST_FILE, write_list
+from ragr1_actors.core.disk.files import LEARNER_FILE, read_learner
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
-from ragr1_actors.core.files import LEARNER_FILE, read_learner
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer

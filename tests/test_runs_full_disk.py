@@ -16,8 +16,8 @@ from small_world import descendants, ended, make_config, make_files, make_recipe
 
 from cluster.node_cache import NodeCache
 from cluster.storage import Artifact, Storage, read_contents
+from ragr1_actors.core.disk.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.errors import DataError, RunDirectoryError
-from ragr1_actors.core.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory

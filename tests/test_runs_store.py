@@ -22,8 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cluster import leftovers
 from cluster.storage import Storage, share
 from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.disk.files import write_json
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
-from ragr1_actors.core.files import write_json
 from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.runs.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.report import EvalResult, RunReport

@@ -33,9 +33,9 @@ from envs.rewards import RewardContext
 from envs.search import SearchEnv
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig
+from ragr1_actors.core.disk.files import read_json, read_tensors
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.files import read_json, read_tensors
-from ragr1_actors.core.interrupts import InterruptGuard
+from ragr1_actors.core.process.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling, Task, TokenKind, Trajectory
 from ragr1_actors.evaluation.asking import ask

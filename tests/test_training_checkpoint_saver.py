@@ -19,9 +19,9 @@ from small_world import invoke
 from learners import learner_group
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.digests import FileDigest
+from ragr1_actors.core.disk.digests import FileDigest
+from ragr1_actors.core.disk.files import LEARNER_FILE, TensorPart, read_json, read_tensors, write_parts
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import LEARNER_FILE, TensorPart, read_json, read_tensors, write_parts
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory

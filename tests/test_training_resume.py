@@ -13,7 +13,7 @@ from small_world import SHORT, make_config, make_files
 
 from learners.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.files import LEARNER_FILE, read_learner
+from ragr1_actors.core.disk.files import LEARNER_FILE, read_learner
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.store import RunStore

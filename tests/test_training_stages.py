@@ -36,7 +36,7 @@ from small_world import (
 from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.interrupts import InterruptGuard, TerminationError, exit_status
+from ragr1_actors.core.process.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
 from ragr1_actors.evaluation.evaluated_policy import EvalRequest

@@ -23,9 +23,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from benchmarks.measurement import run_script
-from ragr1_actors.core.digests import FileDigest
+from ragr1_actors.core.disk.digests import FileDigest
+from ragr1_actors.core.disk.files import is_no_room, read_json, write_folder
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import is_no_room, read_json, write_folder
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers imports, would say what it found
 POLICY, ENCODER = "SmolLM2-135M-Instruct", "all-MiniLM-L6-v2"

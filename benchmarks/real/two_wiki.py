@@ -33,8 +33,8 @@ from envs.actions import format_queries
 from envs.options import QueryFormat
 from envs.tasks.files import Record, load_tasks, make_task
 from envs.tasks.rounds import depths_of_triples, folded
+from ragr1_actors.core.disk.files import opened, write_file
 from ragr1_actors.core.errors import DataError, UserError, one_line, valid_unicode
-from ragr1_actors.core.files import opened, write_file
 from retrieval.corpora.readers import read_passages
 
 FOLDER = Path("data/2wiki")

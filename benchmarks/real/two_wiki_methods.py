@@ -31,7 +31,7 @@ from benchmarks.measurement import run_script
 from benchmarks.real.two_wiki import FOLDER, find_file, read_train
 from envs.tasks.files import read_records
 from envs.teacher import load_demonstrations
-from ragr1_actors.core.files import write_file
+from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Task
 from ragr1_actors.recipes.frugal_rag.frugal_rag import MAX_SEARCHES, RECALL_FIELD, recalls

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.files import fingerprint_file
+from ragr1_actors.core.disk.files import fingerprint_file
 from retrieval.base import Passage
 from retrieval.corpora.corpus import write_corpus
 from retrieval.corpora.readers import read_passages

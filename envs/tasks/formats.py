@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from envs.tasks.natural_questions import add_natural_questions
+from ragr1_actors.core.disk.files import is_parquet, opened, parquet_rows, unpacked_name
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.files import is_parquet, opened, parquet_rows, unpacked_name
 
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Endings of tables that are text, with the separator of their columns."""

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.tasks.formats import ALIAS_FILE, PARQUET, TABLES
+from ragr1_actors.core.disk.files import unpacked_name
 from ragr1_actors.core.errors import DataError, shortened
-from ragr1_actors.core.files import unpacked_name
 
 NamedTasks = str | Path | Sequence[str | Path]
 """Name of task files: a path or a pattern, or several of them."""

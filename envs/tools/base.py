@@ -37,9 +37,9 @@ from envs.call_grammars import ToolSchema, own_types
 from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened, valid_unicode
+from ragr1_actors.core.process.users_code import contained, in_thread
 from ragr1_actors.core.resolve import load_object, named
 from ragr1_actors.core.types import CallRequest, EncodeFn, ToolCall
-from ragr1_actors.core.users_code import contained, in_thread
 
 Arguments = Mapping[str, Any]
 

@@ -31,10 +31,10 @@ from envs.options import ToolOptions
 from envs.tools.base import FunctionTool, Tool, make_tools
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.credentials import is_token
+from ragr1_actors.core.disk.files import first_problem
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError, nearest, one_line, shortened
-from ragr1_actors.core.files import first_problem
+from ragr1_actors.core.process.tied_process import tied
 from ragr1_actors.core.service_settings import McpServer
-from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import DefuseFn
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from torch import nn
 from learners.deepspeed.memory import BUCKET_ELEMENTS
 from learners.deepspeed.offloaded import Offloaded
 from ragr1_actors.core.config import LearnerSettings
+from ragr1_actors.core.disk.files import TensorPart
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
-from ragr1_actors.core.files import TensorPart
-from ragr1_actors.core.imports import quick_imports
+from ragr1_actors.core.process.imports import quick_imports
 
 State = dict[str, NDArray[Any]]
 """Full tensors by name: stored as safetensors, and sent without a copy through the object store."""

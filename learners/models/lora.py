@@ -29,7 +29,7 @@ from torch import nn
 
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, WholeTensor
 from ragr1_actors.core.config import LoraSettings
-from ragr1_actors.core.digests import write_list
+from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.errors import ConfigError, nearest
 
 _ADAPTER = "default"

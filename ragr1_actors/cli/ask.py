@@ -20,8 +20,8 @@ from ragr1_actors.cli import (
     printable,
 )
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.imports import quick_imports
-from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
+from ragr1_actors.core.process.imports import quick_imports
+from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports
 
 if TYPE_CHECKING:  # torch and transformers are loaded inside the command
     from ragr1_actors.core.types import Trajectory, Turn
@@ -44,7 +44,7 @@ def ask(
     if note := check_inputs(run):
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
-        from ragr1_actors.core.progress_bar import elapsed_time
+        from ragr1_actors.core.process.progress_bar import elapsed_time
         from ragr1_actors.evaluation.asking import Asker, answer_as_json
         from ragr1_actors.rollout.trajectory_loop import Watch
 

@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 
 from ragr1_actors.cli import JsonOption, console, print_error, print_json, print_line
-from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import RunDirectoryError, UserError
+from ragr1_actors.core.process.advice import advised
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragr1_actors.cli import JsonLinesOption, JsonOption, console, print_error, print_json, print_line
-from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import UserError, shortened
+from ragr1_actors.core.process.advice import advised
 
 if TYPE_CHECKING:  # pyarrow is loaded inside the command
     from ragr1_actors.lab.claim import Verdict

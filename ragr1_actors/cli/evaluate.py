@@ -123,7 +123,7 @@ def evaluate(
         concurrency=concurrency,
     )
     check_request(request, tasks, data, out, against)
-    from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
+    from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
     from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
 
     which = EvalTasks(tasks or None, data, num_tasks, latency_tasks if latency else 0, against)
@@ -192,7 +192,7 @@ def select(
     as_json: JsonOption = False,
 ) -> None:
     """Keep the tasks that a policy answers sometimes, and a share of the easy ones, as RAG-R1 chose its RL tasks."""
-    from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
+    from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
     from ragr1_actors.evaluation.selection import SelectionArguments
     from ragr1_actors.evaluation.selection import select as select_tasks
 

@@ -29,10 +29,10 @@ from ragr1_actors.cli import (
     token_of,
 )
 from ragr1_actors.core.errors import ConfigError, UserError
-from ragr1_actors.core.interrupts import exit_status
+from ragr1_actors.core.process.interrupts import exit_status
 
 if TYPE_CHECKING:
-    from ragr1_actors.core.progress_bar import CountOf
+    from ragr1_actors.core.process.progress_bar import CountOf
     from retrieval.base import Passage, Retriever
     from retrieval.corpora.corpus import Corpus
 
@@ -193,7 +193,7 @@ def evaluate(
 ) -> None:
     """Measure recall at k of the questions' supporting passages, recall against exact search, and latency."""
     from envs.tasks.files import load_tasks
-    from ragr1_actors.core.progress_bar import counted_bars
+    from ragr1_actors.core.process.progress_bar import counted_bars
     from retrieval.evaluation import evaluate_index
 
     loaded = load_tasks(tasks, whole=True)
@@ -213,7 +213,7 @@ def evaluate(
 def audit(index: IndexArgument, tasks: TasksOption, as_json: JsonOption = False) -> None:
     """Count the gold answers and the supporting passages that the corpus contains."""
     from envs.tasks.files import load_tasks
-    from ragr1_actors.core.progress_bar import counted_bars
+    from ragr1_actors.core.process.progress_bar import counted_bars
     from retrieval.corpora.corpus import Corpus
     from retrieval.evaluation import audit_corpus
 

@@ -42,10 +42,10 @@ from ragr1_actors.cli import (
     submit,
     view,
 )
-from ragr1_actors.core.advice import advised
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
-from ragr1_actors.core.files import read_json
-from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports, exit_status
+from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from envs.checker import Check
@@ -445,7 +445,7 @@ def main() -> None:
         print_error(f"failed: {error}")
         sys.exit(1)
     except OSError as error:
-        from ragr1_actors.core.files import is_no_room
+        from ragr1_actors.core.disk.files import is_no_room
 
         if not is_no_room(error):
             raise

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragr1_actors.cli import print_line
-from ragr1_actors.core.advice import advised
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.process.advice import advised
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig

@@ -14,8 +14,8 @@ from ragr1_actors.cli import (
     token_of,
 )
 from ragr1_actors.cli.ask import check_inputs
-from ragr1_actors.core.imports import quick_imports
-from ragr1_actors.core.interrupts import InterruptGuard, ended_during_imports
+from ragr1_actors.core.process.imports import quick_imports
+from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports
 
 
 def serve(
@@ -33,7 +33,7 @@ def serve(
     if note := check_inputs(run):
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
-        from ragr1_actors.core.progress_bar import elapsed_time
+        from ragr1_actors.core.process.progress_bar import elapsed_time
         from ragr1_actors.evaluation.serving import PolicyServer, load_policy, run_policy_server
 
     with (

@@ -51,7 +51,7 @@ def simulate(
     The loop, the environment, the batching of searches and the Arrow batches are those of a run. Engines, retrievers
     and learners only take time: that of `ragr1 plan`, or what a run measured.
     """
-    from ragr1_actors.core.progress_bar import counted_bar
+    from ragr1_actors.core.process.progress_bar import counted_bar
     from ragr1_actors.lab.simulation.recorded import read_recording
     from ragr1_actors.lab.simulation.run import Size
     from ragr1_actors.lab.simulation.study import study, with_autoscaling

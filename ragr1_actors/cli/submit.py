@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ragr1_actors.cli import console, print_error, print_line
-from ragr1_actors.core.advice import advised
 from ragr1_actors.core.credentials import refuse_credentials
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.interrupts import TerminationError
+from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.process.interrupts import TerminationError
 from ragr1_actors.runs.telemetry.progress import is_progress
 
 if TYPE_CHECKING:

@@ -47,8 +47,8 @@ def view(
 
 def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:
     """Yield the folders of a run that may hold its tokenizer; ``model`` is its ``policy.model``."""
-    from ragr1_actors.core.files import POLICY_FOLDER
-    from ragr1_actors.core.folders import on_this_node, part_of
+    from ragr1_actors.core.disk.files import POLICY_FOLDER
+    from ragr1_actors.core.disk.folders import on_this_node, part_of
     from ragr1_actors.core.resolve import TINY, path_of
     from ragr1_actors.runs.checkpoint import Checkpoints
     from ragr1_actors.runs.layout import POLICY, SFT_POLICY

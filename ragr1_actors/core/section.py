@@ -8,8 +8,8 @@ from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from ragr1_actors.core.disk.files import checked
 from ragr1_actors.core.errors import ConfigError, nearest
-from ragr1_actors.core.files import checked
 
 _LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)

@@ -22,7 +22,7 @@ from envs.tasks.paths import NamedTasks, shown
 from envs.tasks.published_sets import load_sets
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import DataError, FleetError
-from ragr1_actors.core.progress_bar import Shown, unseen
+from ragr1_actors.core.process.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task

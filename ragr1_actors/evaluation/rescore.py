@@ -15,8 +15,8 @@ import numpy as np
 
 from envs.rewards import Reward, RewardContext, Split
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.disk.files import WRITING, write_folder
 from ragr1_actors.core.errors import DataError, ServiceError
-from ragr1_actors.core.files import WRITING, write_folder
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.schema import TRAJECTORIES, groups_to_record_batch, read_trajectories, write_trajectories
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup

@@ -24,9 +24,9 @@ from cluster.storage import share
 from envs.tasks.files import read_files
 from envs.tasks.paths import NamedTasks, shown, task_files
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import write_file
-from ragr1_actors.core.progress_bar import Shown, unseen
+from ragr1_actors.core.process.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_files, resolve
 from ragr1_actors.core.types import Task
 from ragr1_actors.evaluation.evaluated_policy import (

@@ -34,8 +34,8 @@ from ragr1_actors.core.config import (
     SamplerConfig,
     TaskNames,
 )
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError, UserError, nearest
-from ragr1_actors.core.files import read_json
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of

@@ -26,10 +26,10 @@ from envs.tasks.curriculum import check_first_epoch, make_curriculum
 from envs.tasks.files import overlap, without_overlap
 from learners.algorithms.segments import segment
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.digests import write_list
+from ragr1_actors.core.disk.digests import write_list
+from ragr1_actors.core.disk.files import POLICY_FILES, write_folder
+from ragr1_actors.core.disk.folders import on_this_node
 from ragr1_actors.core.errors import DataError, FleetError
-from ragr1_actors.core.files import POLICY_FILES, write_folder
-from ragr1_actors.core.folders import on_this_node
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.corpus import corpus_of

@@ -15,8 +15,8 @@ from typing import Self
 from envs.base import ENVS, EnvContext, TextEnv
 from envs.rewards import Reward
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.disk.folders import AnyFolder, on_this_node
 from ragr1_actors.core.errors import EngineDeadError
-from ragr1_actors.core.folders import AnyFolder, on_this_node
 from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section

@@ -21,8 +21,8 @@ from cluster.fleet import Process, Pulse
 from cluster.metrics import count, observe
 from cluster.watchdog import beating
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import EngineDeadError
-from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner

@@ -39,8 +39,8 @@ from cluster.deaths import last_line
 from cluster.fleet import Fleet, Member, MemberId, MemberState, Process, Pulse, wait_or_kill
 from cluster.placement import ActorOptions, anywhere
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import FleetError, RagR1Error
-from ragr1_actors.core.folders import AnyFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor

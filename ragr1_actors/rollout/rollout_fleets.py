@@ -25,8 +25,8 @@ from ragr1_actors.core.config import (
     RunConfig,
     SamplerConfig,
 )
+from ragr1_actors.core.disk.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.errors import FleetError
-from ragr1_actors.core.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import DataError, shortened
-from ragr1_actors.core.files import WRITING
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
 

@@ -30,10 +30,10 @@ from envs.checker import Check, awaited_problem_of, made_up
 from envs.rewards import RewardContext
 from ragr1_actors.core.config import EnvRunnerSettings
 from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import make_part, named
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Trajectory
-from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
 

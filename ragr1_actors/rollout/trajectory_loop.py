@@ -19,9 +19,9 @@ from typing import Protocol
 from envs.base import Measured, StepResult, TextEnv, check_prompt, check_result, measure
 from envs.rewards import RewardResult, rewarded
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
+from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import Completion, OnText, StopReason, Task, Trajectory, Turn
-from ragr1_actors.core.users_code import contained
 from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
 
 RewardCall = Callable[[Trajectory], Awaitable[RewardResult]]

@@ -32,10 +32,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
-from ragr1_actors.core.digests import LIST_FILE, Digests, digest_files, write_list
+from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files, write_list
+from ragr1_actors.core.disk.files import error_number, is_no_room, read_json_as, validated, write_json
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import error_number, is_no_room, read_json_as, validated, write_json
-from ragr1_actors.core.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.layout import CHECKPOINTS
 from ragr1_actors.runs.report import StageReport, TaskCounts

@@ -12,9 +12,9 @@ import psutil
 from pydantic import NonNegativeInt
 from rich.table import Table
 
-from ragr1_actors.core.advice import advised
+from ragr1_actors.core.disk.files import read_json_as, write_file, write_json
 from ragr1_actors.core.errors import DataError, RunDirectoryError
-from ragr1_actors.core.files import read_json_as, write_file, write_json
+from ragr1_actors.core.process.advice import advised
 from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.telemetry.alarms import Alarm

@@ -16,9 +16,9 @@ import yaml
 
 from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.disk.files import POLICY_FOLDER, read_json_as, write_file, write_json
+from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
-from ragr1_actors.core.files import POLICY_FOLDER, read_json_as, write_file, write_json
-from ragr1_actors.core.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state

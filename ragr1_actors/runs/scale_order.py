@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragr1_actors.core.files import validated
+from ragr1_actors.core.disk.files import validated
 from ragr1_actors.runs.scaling import FleetName
 from ragr1_actors.runs.store import RunStore
 

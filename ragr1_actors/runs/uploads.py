@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cluster.node_cache import FileContent
 from cluster.storage import Artifact, Storage
+from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.files import WRITING
 from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.layout import FOLDERS, INDEX, MCP_FILE, POLICY
 from ragr1_actors.runs.lease import Lease

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.storage import Artifact, Storage, StorageWriter
-from ragr1_actors.core.digests import check_digests
-from ragr1_actors.core.files import (
+from ragr1_actors.core.disk.digests import check_digests
+from ragr1_actors.core.disk.files import (
     REPLACED,
     begin_folder,
     find_folder,
@@ -28,7 +28,7 @@ from ragr1_actors.core.files import (
     settle_folders,
     write_file,
 )
-from ragr1_actors.core.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolder
 
 
 class WholeFolders(Protocol):

@@ -37,15 +37,15 @@ from envs.base import ENVS, TextEnv
 from learners.learner_group import LearnerGroup
 from learners.profiling import RankProfile, start_profile, stop_profile
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.digests import LIST_FILE
-from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
-from ragr1_actors.core.files import (
+from ragr1_actors.core.disk.digests import LIST_FILE
+from ragr1_actors.core.disk.files import (
     LEARNER_PREFIX,
     POLICY_FOLDER,
     WRITING,
     reply_to,
 )
-from ragr1_actors.core.folders import AnyFolder, part_of, warn_of_unlisted
+from ragr1_actors.core.disk.folders import AnyFolder, part_of, warn_of_unlisted
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from learners.learner_group import LearnerGroup
-from ragr1_actors.core.digests import LIST_FILE
-from ragr1_actors.core.files import LEARNER_PREFIX, write_json
-from ragr1_actors.core.folders import FolderWriter, part_of
+from ragr1_actors.core.disk.digests import LIST_FILE
+from ragr1_actors.core.disk.files import LEARNER_PREFIX, write_json
+from ragr1_actors.core.disk.folders import FolderWriter, part_of
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints
 
 

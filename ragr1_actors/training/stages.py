@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
-from ragr1_actors.core.advice import command_name
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.disk.files import is_no_room, validated
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
-from ragr1_actors.core.files import is_no_room, validated
-from ragr1_actors.core.interrupts import InterruptGuard
-from ragr1_actors.core.progress_bar import counted_bar, elapsed_time
+from ragr1_actors.core.process.advice import command_name
+from ragr1_actors.core.process.interrupts import InterruptGuard
+from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
 from ragr1_actors.pages.report.page import write_page
 from ragr1_actors.planning.prepare import PreparedRun, prepare
 from ragr1_actors.rollout.rollout_fleets import describe_loading, session_for

@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ragr1_actors.core.disk.fault_report import FaultCounts, described
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.fault_report import FaultCounts, described
 
 MAX_ENTRY = 64 * 2**20
 """Limit of a line in bytes and of an entry in characters: a longer one lacks a quote, a bracket or its line ends."""

@@ -35,8 +35,8 @@ from pydantic.dataclasses import dataclass
 from cluster.deaths import last_line
 from cluster.fleet import Fleet, Member, Process, Pulse
 from cluster.watchdog import HANG_TIMEOUT_S
+from ragr1_actors.core.disk.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from ragr1_actors.core.errors import DataError, FleetError, RagR1Error
-from ragr1_actors.core.files import WRITING, is_no_room, read_json_as, write_file, write_json
 from retrieval.corpora.corpus import Corpus
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragr1_actors.core.disk.files import read_json_as
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import read_json_as
 
 _REMEDY = "copy the encoder again"
 MODULES_FILE = "modules.json"

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from ragr1_actors.core.digests import write_list
+from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.errors import DataError
 from retrieval.encoders.families import MODULES_FILE, SETTINGS_FILE, STATIC_POOLING, EncoderPlan
 

@@ -34,8 +34,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic_core import from_json, to_json
 
 from cluster.http import HttpServer, Limits, RequestError, announce, refuse, run_until_signal
+from ragr1_actors.core.disk.files import checked
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
-from ragr1_actors.core.files import checked
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.local import LocalRetriever
 from retrieval.replicas.batching import PoolArguments, PooledRetriever

@@ -31,8 +31,8 @@ import bm25s
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import read_json
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, stop_word_stem, word_settings
 from retrieval.indexes.manifest import BM25_FOLDER, Manifest

@@ -27,9 +27,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from ragr1_actors.core.digests import LIST_FILE
+from ragr1_actors.core.disk.digests import LIST_FILE
+from ragr1_actors.core.disk.files import fingerprint_file, read_json, validated
 from ragr1_actors.core.errors import ConfigError, DataError, nearest
-from ragr1_actors.core.files import fingerprint_file, read_json, validated
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS
 

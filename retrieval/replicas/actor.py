@@ -17,7 +17,7 @@ from cluster.fleet import Process, Pulse
 from cluster.metrics import observe
 from cluster.rpc import RpcAddress, RpcServer, encode
 from cluster.watchdog import beating
-from ragr1_actors.core.folders import AnyFolder, on_this_node
+from ragr1_actors.core.disk.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
 from retrieval.indexes.manifest import FLAT, Manifest
 from retrieval.replicas.batching import ClientLoad

@@ -14,8 +14,8 @@ from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
 from cluster.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.config import RetrievalSettings
+from ragr1_actors.core.disk.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import Retriever
 from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest

@@ -8,7 +8,7 @@ ragr1_actors.rollout.engines.transformers_engine"` has 8.9 s with them and 7.1 s
 
 from __future__ import annotations
 
-from ragr1_actors.core.imports import hidden, quick_imports
+from ragr1_actors.core.process.imports import hidden, quick_imports
 
 with quick_imports():
     from transformers.utils.import_utils import is_scipy_available, is_sklearn_available

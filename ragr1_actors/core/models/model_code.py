@@ -9,8 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.files import read_json
 
 
 def find_code(folder: Path) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ragr1_actors.core.digests import check_digests
+from ragr1_actors.core.disk.digests import check_digests
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.files import read_json
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 ADVICE = "copy the folder again, or take another model or checkpoint"

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.files import read_json
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` whose parameters ``ModelShape`` counts exactly."""

@@ -12,8 +12,8 @@ from statistics import mean, median
 from typing import Any
 
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.disk.folders import on_this_node, part_of
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.folders import on_this_node, part_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.lab.simulation.workload import Attempt, TurnShape

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.files import write_file
+from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.pages.report import charts, facts
 from ragr1_actors.pages.report.charts import Chart, Figure, Row, draw
 from ragr1_actors.runs.report import RunReport

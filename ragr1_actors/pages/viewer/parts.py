@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from envs.measures import exact_match
 from ragr1_actors.core.answers import normalize_answer
+from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.errors import DataError, one_line
-from ragr1_actors.core.files import write_file
 from ragr1_actors.core.schema import TRAJECTORY_SCHEMA, check_format, current_format
 from ragr1_actors.core.types import Record, StopReason, Task
 from retrieval.corpora.text import found_evidence

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
-from ragr1_actors.core.digests import check_digests
+from ragr1_actors.core.disk.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, current_format, groups_from_record_batch
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn

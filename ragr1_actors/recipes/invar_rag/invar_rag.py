@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from envs.sources import Split, WorldSource
 from envs.world import YEARS, make_world
 from ragr1_actors import Passage, SearchEnv, Task, ToolCall, Trajectory
-from ragr1_actors.core.digests import write_list
+from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Message
 from retrieval.encoders.encoder import passage_text

@@ -12,11 +12,11 @@ import sys
 
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.process.tied_process import tied
+from ragr1_actors.core.process.users_code import contained, in_daemon_thread
 from ragr1_actors.core.resolve import load_object, named, raised_at
 from ragr1_actors.core.service_settings import AgentSettings
-from ragr1_actors.core.tied_process import tied
 from ragr1_actors.core.types import Task
-from ragr1_actors.core.users_code import contained, in_daemon_thread
 from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, Function, answer_of
 
 MAX_OUTPUT_BYTES = 2**16

@@ -20,8 +20,8 @@ from pydantic_core import from_json
 from cluster.http import RequestError
 from envs.actions import THINK
 from envs.call_grammars import END_OF_THOUGHT, ToolSchema
+from ragr1_actors.core.disk.files import checked
 from ragr1_actors.core.errors import one_line, shortened
-from ragr1_actors.core.files import checked
 from ragr1_actors.core.types import CallRequest, Message
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import TextColumn
 
-from ragr1_actors.core.progress_bar import progress_bar
+from ragr1_actors.core.process.progress_bar import progress_bar
 
 LINE_INTERVAL_S = 5.0
 SAMPLED_TOKENS = "env_runners/sampled_tokens"

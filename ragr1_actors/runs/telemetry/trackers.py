@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragr1_actors.core.disk.files import read_json_as, write_json
 from ragr1_actors.core.errors import ConfigError, shortened
-from ragr1_actors.core.files import read_json_as, write_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

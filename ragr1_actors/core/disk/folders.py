@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from ragr1_actors.core.digests import LIST_FILE, check_digests, warn_unlisted
+from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, warn_unlisted
+from ragr1_actors.core.disk.files import check_seen, sync
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.core.files import check_seen, sync
 
 
 @runtime_checkable

@@ -24,8 +24,8 @@ from typing import Literal
 
 import xxhash
 
+from ragr1_actors.core.disk.files import WRITING, read_json_as, sync, write_json
 from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.files import WRITING, read_json_as, sync, write_json
 
 LIST_FILE = "digests.json"
 _BUFFER_BYTES = 2**20
