@@ -219,7 +219,7 @@ class PolicyServer(HttpServer):
         )
 
     async def __aexit__(self, *error: object) -> None:
-        """Answer the requests in flight, for a limited time, and stop."""
+        """Answer the requests in flight, for a limited time, then stop."""
         await super().__aexit__(*error)
         await self.policy.engine.close()
 
