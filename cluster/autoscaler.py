@@ -212,9 +212,9 @@ def autoscale_retrievers(settings: RetrieverAutoscaling, num_replicas: int) -> A
 def runner_demand(
     window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool
 ) -> WantedSize:
-    """Return how many env runners keep the learner's waiting at ``target_starvation`` of its time.
+    """Return the number of env runners with which the learner waits ``target_starvation`` of its time.
 
-    Sampling takes ``work`` runner-seconds per second of learning. With a lag both go on at the same time, and ``work``
+    Sampling takes ``work`` runner-seconds per second of learning. With a lag both run at the same time, and ``work``
     runners would keep up exactly; in turns the learner waits ``work / size`` seconds per second of learning. Starvation
     gives the direction, work the amount: if the learner waits too much, no runners are removed, else none are added.
     There are no more runners than the requests occupy, at ``occupied_by`` requests each.

@@ -1,6 +1,6 @@
-"""The process that outlives a driver: it ends Ray's processes of a local session, and removes the folder of its files.
+"""Watcher that outlives a driver: it ends Ray's processes of a local session, and removes the folder of its files.
 
-Ray's own processes that share the driver's fate do not suffice: its agents go on for minutes, and the folder stays.
+Ray's own processes that share the driver's fate do not suffice: its agents run for minutes more, and the folder stays.
 The module imports the standard library only, so that the process starts at once and takes little memory.
 """
 

@@ -1,4 +1,4 @@
-r"""How model families write tool calls in a turn: pure functions between the text of a turn and its calls.
+r"""Grammars of tool calls by model family: pure functions between the text of a turn and its calls.
 
 ::
 

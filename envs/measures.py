@@ -57,7 +57,7 @@ def searches(calls: Sequence[ToolCall]) -> list[ToolCall]:
 
 
 def num_rounds(trajectory: Trajectory) -> float:
-    """Return the number of turns whose searches ran (RAG-R1's retrieval count); those of the last turn do not run."""
+    """Return the number of turns whose searches ran (RAG-R1's retrieval count); the last turn's do not run."""
     return float(sum(bool(searches(turn.calls)) for turn in trajectory.turns))
 
 

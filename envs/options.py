@@ -9,9 +9,9 @@ from pydantic import Field
 from ragr1_actors.core.section import Section
 
 QueryFormat = Literal["lines", "comma", "json", "single"]
-"""How a turn writes its queries inside ``<search>``; ``envs/actions.py`` shows each format."""
+"""Format of the queries of a turn inside ``<search>``; ``envs/actions.py`` shows each."""
 ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
-"""How passages are written inside ``<information>``; ``envs/observations.py`` shows each format."""
+"""Layout of the passages inside ``<information>``; ``envs/observations.py`` shows each."""
 
 
 Mode = Literal["search", "direct", "rag"]
@@ -38,10 +38,10 @@ class SearchOptions(PassageOptions):
     """``search``, or a baseline of one turn: ``direct`` answers without a search, ``rag`` answers with the passages
     found by the question. The passages replace ``{passages}`` in the prompt, or else follow it."""
     query_format: QueryFormat = "lines"
-    """How a turn writes its queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1).
-    The default is this project's: no character of a query has a second meaning."""
+    """Format of a turn's queries: ``lines``, ``comma`` (RAG-R1-mq), ``json``, or ``single`` (RAG-R1-sq, Search-R1). The
+    default is this project's: no character of a query has a second meaning."""
     observation_format: ObservationFormat = "grouped"
-    """How passages are shown: ``grouped`` by query (this project's), or ``ragr1_json``, ``ragr1``, ``searchr1`` for
+    """Layout of passages: ``grouped`` by query (this project's), or ``ragr1_json``, ``ragr1``, ``searchr1`` for
     published checkpoints."""
 
 

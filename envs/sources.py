@@ -353,7 +353,7 @@ def shown_names(tasks: TaskNames) -> str:
 
 
 def is_source(name: str) -> bool:
-    """Return whether a name is that of a source or a class, and not the path of a file."""
+    """Return whether a name names a source or a class, and not the path of a file."""
     return name in SOURCES or (":" in name and not Path(name).exists())
 
 

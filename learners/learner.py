@@ -72,8 +72,8 @@ class Learner(ABC):
     has_rollout_logprobs: ClassVar[bool] = True
     """Whether an engine sampled the tokens, so that the batch has ``rollout_logprobs``."""
     trained_kinds: ClassVar[frozenset[TokenKind]] = MODEL_ONLY
-    """Kinds of tokens that are trained: those of the policy. A class may add ``TokenKind.INJECTED``, tokens that code
-    wrote into its turns: the learner's log-probs at the start of the update replace the engine's for them."""
+    """Kinds of tokens that are trained, by default the policy's. A class may add ``TokenKind.INJECTED``, tokens that
+    code wrote into its turns: the learner's log-probs at the start of the update replace the engine's for them."""
     uses_old_logprobs: ClassVar[bool] = True
     """Whether the loss compares with the policy that sampled, if an engine sampled."""
 

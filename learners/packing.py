@@ -1,4 +1,4 @@
-"""From trajectories to micro-batches: packed rows without padding, balanced over the learner ranks.
+"""Packing of trajectories into micro-batches: rows without padding, balanced over the learner ranks.
 
 ::
 

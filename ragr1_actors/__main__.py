@@ -7,7 +7,7 @@ import signal
 from types import FrameType
 
 _SAID_BY_RAY = r"^(A worker died or was killed|\d+ worker\(s\) were killed due to the node running low on memory)"
-"""Up to 40 lines about a process whose end the run says in one line; they stay in Ray's own log."""
+"""Beginning of Ray's reports of up to 40 lines on ended processes; the run prints one line, and Ray logs them."""
 
 
 def main() -> None:

@@ -123,6 +123,29 @@ def test_files_and_functions_are_short() -> None:
     assert [(name, lines) for name, lines in lengths if lines > 60] == []
 
 
+FRAGMENT = re.compile(
+    "(Of|As|Those|That|This|These|With|Without|Where|Which|What|Who|Whose|Why|When|How|In|On|For|From|By|At|If|To|Until"
+    "|Since|Between|Beside|Behind|Outside|Its?|Be|Have|Under|Given|Nothing|None|Per|Then|Not|And|Or|So|But|Else)"
+    r"(?![\w-])"
+)
+
+
+def fragments(source: str) -> list[str]:
+    """Return the docstrings, of fields too, that do not begin with their noun or verb."""
+    texts = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    docs = [node.value for node in texts if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text.splitlines()[0] for text in docs if FRAGMENT.match(text)]
+
+
+def test_docstrings_begin_with_their_noun_or_verb() -> None:
+    shipped = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
+    product = [path for path in shipped if not path.is_relative_to(RECIPES)]
+    found = {str(path.relative_to(ROOT)): fragments(path.read_text()) for path in product}
+    assert {name: texts for name, texts in found.items() if texts} == {}
+    assert fragments('lr_factor = 1.0\n"""Of ``scale_lr``."""\n')
+    assert not fragments('lr_factor = 1.0\n"""Factor of the learning rate."""\nlast = 0\n"""In-flight requests."""\n')
+
+
 def test_the_tests_that_begin_first_are_there() -> None:
     assert set(LONGEST_FIRST) <= {path.stem for path in SOURCES}
 

@@ -1,4 +1,4 @@
-"""Curriculum: which task comes next. The books, each task trained or skipped once per epoch, are ``TaskLedger``'s."""
+"""Curriculum: chooses the next task. ``TaskLedger`` keeps the books: each task is trained or skipped once per epoch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KEY = "environment.curriculum"
 class Curriculum(ABC):
     """Orders the tasks of an epoch, and says which to skip; in a recipe, ``environment.curriculum=my_module:Mine``.
 
-    Its methods get what they decide by, and it keeps nothing itself: a resumed run makes it anew.
+    Its methods get all they need, and it keeps no state: a resumed run makes a new one.
     """
 
     is_fixed: ClassVar[bool] = False
-    """Whether ``order`` is called at the start of an epoch only; else it is called again after each batch."""
+    """Whether ``order`` is called only at the start of an epoch; else it is called again after each batch."""
     options_class: ClassVar[type[Section] | None] = None
-    """Reads ``environment.curriculum_options``. None hands the mapping to the constructor as it is."""
+    """Class that reads ``environment.curriculum_options``. None: the constructor gets the mapping unchanged."""
 
     def __init__(self, options: Any) -> None:
         """Take the options of the recipe."""
@@ -42,15 +42,15 @@ class Curriculum(ABC):
         """Return the positions of ``rest`` in the order in which its tasks shall come, each position once.
 
         Args:
-            rest: the tasks of the epoch that were neither issued nor skipped, in the order of their files; those in
-                quarantine are among them, and are passed over when they come.
-            stats: of the trajectories that were trained.
-            epoch: from 0.
-            rng: the same for the same seed, epoch and number of tasks in ``rest``, also in a resumed run.
+            rest: tasks of the epoch that were neither issued nor skipped, in the order of their files, including those
+                in quarantine, which are passed over later.
+            stats: stats of the trained trajectories.
+            epoch: number of the epoch, from 0.
+            rng: generator that depends only on seed, epoch and number of tasks in ``rest``, also in a resumed run.
         """
 
     def skip(self, task: Task, stats: Stats) -> bool:
-        """Return whether this epoch passes over the task; asked when the task would come next."""
+        """Return whether this epoch skips the task; called when the task would come next."""
         return False
 
 
@@ -69,7 +69,7 @@ class DifficultyOptions(Section):
     """Options of ``difficulty``."""
 
     field: str = "pass_rate"
-    """The field of the task file that has the pass rate; default: what ``ragr1 select`` writes."""
+    """Field of the task file that has the pass rate; the default is the one that ``ragr1 select`` writes."""
 
 
 class Difficulty(Curriculum):
@@ -97,10 +97,10 @@ class Difficulty(Curriculum):
 class Adaptive(Curriculum):
     """``adaptive``: first the tasks that were passed about half of the time.
 
-    By the distance of their pass rate from 1/2, the nearest first and equal ones in random order. The reason: the
-    rewards of a group teach by their differences, and their variance p (1 - p) is largest at 1/2. A task without
-    trained trajectories counts as 1/4 away: the mean distance if every rate is as likely. It comes after those that are
-    known to be in the middle, and before those that are known to be near 0 or 1. The first epoch is a shuffle.
+    Tasks are ordered by the distance of their pass rate from 1/2, equal ones at random. The reason is that the
+    advantages in a group come from the differences of its rewards, whose variance p (1 - p) is largest at 1/2. A task
+    without trained trajectories counts as 1/4 away, the mean distance if every rate is equally likely. The first epoch
+    is a shuffle.
     """
 
     options_class = Section
@@ -120,14 +120,14 @@ CURRICULA: dict[str, type[Curriculum] | str] = {"shuffle": Shuffle, "difficulty"
 
 
 def make_curriculum(settings: EnvironmentSettings) -> Curriculum:
-    """Make the curriculum that a recipe names; ``ConfigError`` if there is none, or its options do not fit."""
+    """Make the curriculum that a recipe names; ``ConfigError`` if it is unknown, or its options do not fit."""
     return make_part(KEY, settings.curriculum, CURRICULA, settings.curriculum_options)
 
 
 def checked_order(
     curriculum: Curriculum, rest: Sequence[Task], stats: Stats, epoch: int, rng: np.random.Generator
 ) -> list[int]:
-    """Return what ``order`` returns; ``ConfigError`` with its file and line if that is no permutation, or it raises."""
+    """Return the result of ``order``; ``ConfigError``, with its place, if it is no permutation, or it raises."""
     with blamed(KEY, curriculum.order):
         returned: Iterable[Any] = curriculum.order(list(rest), stats, epoch, rng)  # a copy, which it may change
         try:
@@ -148,7 +148,7 @@ def checked_order(
 
 
 def checked_skip(curriculum: Curriculum, task: Task, stats: Stats) -> bool:
-    """Return what ``skip`` returns; ``ConfigError`` with its file and line if that is no bool, or it raises."""
+    """Return the result of ``skip``; ``ConfigError``, with its file and line, if it is no bool, or it raises."""
     with blamed(KEY, curriculum.skip):
         found: object = curriculum.skip(task, stats)
     if not isinstance(found, bool | np.bool_):
@@ -157,7 +157,7 @@ def checked_skip(curriculum: Curriculum, task: Task, stats: Stats) -> bool:
 
 
 def all_skipped(curriculum: Curriculum, num_tasks: int, epoch: int) -> ConfigError:
-    """Return the error of an epoch in which nothing is left to train on."""
+    """Return the error for an epoch in which no task is left."""
     got = f"True for all of {num_tasks:,} tasks of epoch {epoch}"
     return _returned(curriculum.skip, got, "False for some: nothing is left to train on")
 
@@ -176,6 +176,6 @@ def _returned(method: Callable[..., Any], got: str, expected: str) -> ConfigErro
 
 
 def _ascending(keys: Sequence[float], rng: np.random.Generator) -> list[int]:
-    """Return the positions by rising keys; those of equal keys in random order."""
+    """Return the positions by rising keys, in random order for equal keys."""
     shuffled = rng.permutation(len(keys))
     return list(map(int, shuffled[np.argsort(np.array(keys)[shuffled], kind="stable")]))

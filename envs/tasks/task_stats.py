@@ -1,4 +1,4 @@
-"""TaskStats: what the trained trajectories of a task came to, by which a ``Curriculum`` decides."""
+"""TaskStats: results of the trained trajectories of a task, by which a ``Curriculum`` decides."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ROW = np.dtype([("num_trajectories", "<i4"), ("num_passed", "<i4"), ("total_rew
 
 @dataclass(frozen=True, slots=True)
 class TaskStats:
-    """The trajectories of a task that were trained since the start of the run; there is at least one."""
+    """Results of a task's trajectories that were trained since the start of the run; there is at least one."""
 
     num_trajectories: int
     num_passed: int
-    """Those whose reward was above 0: right, or right in part."""
+    """Number of trajectories whose reward was above 0: right, or partly right."""
     total_reward: float
 
     @property
     def mean_reward(self) -> float:
-        """Reward per trajectory."""
+        """Mean reward per trajectory."""
         return self.total_reward / self.num_trajectories
 
     @property
@@ -41,7 +41,7 @@ class TaskStats:
 
 NO_STATS = TaskStats(0, 0, 0.0)
 Stats = Mapping[str, TaskStats]
-"""By task id, of all tasks of which a trajectory was trained."""
+"""Stats by task id, of all tasks with a trained trajectory."""
 
 
 def pack_stats(stats: Stats, tasks: Sequence[Task]) -> str:
@@ -52,6 +52,6 @@ def pack_stats(stats: Stats, tasks: Sequence[Task]) -> str:
 
 
 def unpack_stats(text: str, tasks: Sequence[Task]) -> dict[str, TaskStats]:
-    """Return the stats that ``pack_stats`` has packed for the same tasks."""
+    """Return the stats from a text of ``pack_stats`` for the same tasks."""
     rows = np.frombuffer(zlib.decompress(b64decode(text)), _ROW).tolist()
     return {task.task_id: TaskStats(*row) for task, row in zip(tasks, rows, strict=True) if row[0]}

@@ -84,7 +84,7 @@ class GRPOLearner(PolicyGradientLearner):
         return members
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Return for every MODEL token the advantage of its trajectory, plus with ``turn_credit`` that of its turn."""
+        """Return the advantage per MODEL token: its trajectory's, plus with ``turn_credit`` its turn's."""
         rewards_N, credit = self.shaped_rewards(batch), self.options.turn_credit
         advantages_M = batch.per_token(self.trajectory_advantages(rewards_N, torch.tensor(batch.group_ids)))
         if credit is not None:

@@ -537,7 +537,7 @@ class DebuggingSettings(Section):
     """Seed, threads, trackers and fault tolerance."""
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of all random draws in a run, except those of the generated world."""
+    """Seed of all random draws in a run, except in the generated world."""
     num_threads: int = Field(0, ge=0)
     """Threads per env runner, engine included, and per learner rank; 0 (default): the CPUs that Ray reserves for it."""
     trackers: list[Literal["wandb", "mlflow"]] = []

@@ -279,7 +279,7 @@ def write_trajectories(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
 
 
 def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """Merge batches into one; the groups of each get numbers after those of the batch before."""
+    """Merge batches into one; the numbers of the groups in each follow the previous batch's."""
     numbers, start = [], 0
     for batch in batches:
         groups = batch.column("group").to_numpy() + start

@@ -293,8 +293,8 @@ def _from_means(mean: Mapping[str, float], num_tasks: int, num_failed: int, own:
 def _num_trained_on(subject: EvaluatedPolicy, tasks: Sequence[Task]) -> int | None:
     """Return how many of the questions are in the training file; None if it is unknown or broken.
 
-    A run trained on the questions of its training file except those of ``environment.eval_tasks``, or, without such a
-    file, those that it held out.
+    A run trained on the questions of its training file that are neither in ``environment.eval_tasks`` nor, without such
+    a file, held out.
     """
     environment = subject.run.environment
     if not subject.folder:

@@ -71,7 +71,7 @@ class EvalRequest:
     overrides: tuple[str, ...] = ()
     """Assignments ``section.key=value`` for run or recipe."""
     index: Path | None = None
-    """Index; None takes that of run or recipe. Another one brings its encoder, unless ``overrides`` name one."""
+    """Index; None takes the run's or the recipe's. Another one brings its encoder, unless ``overrides`` name one."""
     prompt: Path | None = None
     """Text file that replaces ``environment.prompt``."""
     baseline: Baseline | None = None

@@ -1,4 +1,4 @@
-"""What a method claims, and whether its runs show it. ``claim.yaml`` in the folder of a method::
+"""Claims of methods, and the check by their runs. ``claim.yaml`` in the folder of a method::
 
 claim: as exact as with one query per turn, in at least 15 % fewer rounds
 paper: 2.15 rounds against 2.53 ...             what the paper reports, with its place

@@ -1,4 +1,4 @@
-"""What a run needs before its first actor starts: tasks, index, policy folder and demonstrations.
+"""Preparation of a run before its first actor starts: tasks, index, policy folder and demonstrations.
 
 ``prepare`` loads or makes all of it and returns a ``PreparedRun``. ``Algorithm`` builds the fleets from that.
 """

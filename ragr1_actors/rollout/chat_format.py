@@ -174,7 +174,7 @@ class TemplateFormat:
     """``ChatFormat`` of a chat template, with the calls of one family."""
 
     def __init__(self, tokenizer: TemplateTokenizer, name: GrammarName | None = None) -> None:
-        """Take the grammar ``name``, or with None that of the template.
+        """Take the grammar ``name``, or with None the template's.
 
         Raises:
             ConfigError: there is no chat template; or it writes calls in another grammar, or for None in no known one.

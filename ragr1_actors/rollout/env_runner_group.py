@@ -80,7 +80,7 @@ class PendingGroup:
     batch: Any
     sent_at: float = field(default_factory=time.monotonic)
     twin: PendingGroup | None = None
-    """Same group at another runner."""
+    """Flight of the same group at another runner."""
     was_hedged: bool = False
     is_abandoned: bool = False
     """Whether its twin has finished."""

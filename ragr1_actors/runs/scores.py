@@ -101,7 +101,7 @@ class Comparison:
     num_tasks: int
     """Number of tasks that both answered."""
     em_difference: Interval
-    """Exact match of the first less that of the second, by the paired bootstrap."""
+    """Exact match of the first less the second's, by the paired bootstrap."""
     f1_difference: Interval
     only_first: int
     """Number of tasks that only the first policy answered right."""

@@ -43,7 +43,7 @@ class StoredFleet:
         self._ready.append(FinishedGroup(request, summary, groups_to_record_batch([group])))
 
     def collect(self) -> list[FinishedGroup]:
-        """Return the requested groups; without any, wait for those of an evaluation."""
+        """Return the requested groups; without any, wait for an evaluation's."""
         if not self._ready:
             return self._fleet.collect()
         taken, self._ready = self._ready, []

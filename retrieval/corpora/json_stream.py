@@ -173,7 +173,7 @@ class JsonStream:
             self._buffer, self._position = kept + self._decoder.decode(data, final=not data), 0
         except UnicodeDecodeError as error:
             line = self._line + kept.count("\n") + error.object.count(b"\n", 0, error.start)
-            # The bytes are this chunk, after those of a character that was cut before it.
+            # The bytes are this chunk, after the bytes of a character that was cut before it.
             raise _not_utf8(self._path, line, self._file.tell() - len(error.object) + error.start) from error
         return True
 

@@ -103,7 +103,7 @@ class Shape:
 
 
 def join_sentences(sentences: list[str]) -> str:
-    """Join sentences, with a blank where both have none: HotpotQA's sentences begin with one, those of 2Wiki do not."""
+    """Join sentences, with a blank where both have none: HotpotQA's sentences begin with one, 2Wiki's do not."""
     joined: list[str] = []
     for sentence in filter(None, sentences):
         if joined and not (joined[-1][-1].isspace() or sentence[0].isspace()):

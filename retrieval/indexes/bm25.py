@@ -214,7 +214,7 @@ class _Numbering:
         self._cache: dict[str, int] = {}
 
     def numbers(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the numbers of a text's words, in order: those of stop words, and those of all others."""
+        """Return the numbers of a text's words, in order: first of stop words, then of all others."""
         cache = self._cache
         stop_words, found = [], []
         for word in split_words(text):

@@ -115,7 +115,7 @@ class ReplicaSet:
         return list(self.handles.values())
 
     def scale_to(self, num_members: int) -> None:
-        """Start members, or end some while clients go on: first those that still start, then the newest."""
+        """Start members, or end some while clients continue: first those that still start, then the newest."""
         with self.fleet.changed:
             self._take_off(self.fleet.scale_to(num_members))
 

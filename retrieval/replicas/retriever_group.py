@@ -63,7 +63,7 @@ class RetrieverGroup:
         anywhere_labelled = labelled(settings.label_selector)
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
         self._fleets: list[ReplicaSet] = []
-        """Fleet of the retrievers, and then that of the encoders if they are separate actors."""
+        """Fleet of the retrievers, then the encoders' if they are separate actors."""
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
             self._options["run"] = _recorded(str(self._options["run"]), share)
@@ -83,7 +83,7 @@ class RetrieverGroup:
 
     @property
     def fleets(self) -> tuple[ReplicaSet, ...]:
-        """Fleet of the retrievers, and then that of the encoders if they are separate actors; empty without actors."""
+        """Fleet of the retrievers, then the encoders' if they are separate actors; empty without actors."""
         return tuple(self._fleets)
 
     @property
@@ -122,7 +122,7 @@ class RetrieverGroup:
         return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
-        """Grow or shrink the fleets while they are used; clients follow within ``actor_fleet.REFRESH_S``.
+        """Grow or shrink the fleets while they are used; clients follow within ``replica_set.REFRESH_S``.
 
         A new replica is searched once it has answered a ping; one that ends answers its calls first.
 
@@ -140,7 +140,7 @@ class RetrieverGroup:
     def metrics(self) -> dict[str, float]:
         """Return the health and load of the fleets, named as in docs/metrics.md; ``{}`` without a fleet.
 
-        It waits up to 5 seconds for lost actors. Clients report every ``actor_fleet.REFRESH_S`` while they search.
+        It waits up to 5 seconds for lost actors. Clients report every ``replica_set.REFRESH_S`` while they search.
         """
         metrics: dict[str, float] = {}
         reports: list[tuple[float, ClientLoad]] = []

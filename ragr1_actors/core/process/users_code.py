@@ -1,4 +1,4 @@
-"""Calls of users' code: each exception that it raises becomes an error of its trajectory, and the run goes on."""
+"""Calls of users' code: each exception that it raises becomes an error of its trajectory, and the run continues."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Simulator:
             self._controller.tick()
 
     def train(self, on_batch: Callable[[list[FinishedGroup]], None] = lambda batch: None) -> Iteration:
-        """Collect a batch, learn from it and publish; the calls and their order are those of ``Algorithm.train``.
+        """Collect a batch, learn from it and publish; the calls and their order are as in ``Algorithm.train``.
 
         ``on_batch`` is called with the groups that the learner takes.
         """

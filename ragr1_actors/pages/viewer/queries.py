@@ -175,7 +175,7 @@ def _scalar_mask(snapshot: Snapshot, scope: Scope) -> Mask:
 
 
 def _matches(texts: pa.ChunkedArray, mask: Mask, terms: tuple[str, ...]) -> Mask:
-    """Return a mask of the rows of one part, among those of ``mask``, that have all the terms."""
+    """Return a mask of the rows of one part that are in ``mask`` and have all the terms."""
     rows = np.flatnonzero(mask)
     left = texts if len(rows) == len(mask) else texts.take(pa.array(rows))
     for term in terms:

@@ -86,7 +86,7 @@ class RowCache(Cache):
             self._data[index] = new
 
     def clear(self) -> None:
-        """Drop all rows, and free their memory and that of the forward passes for other processes."""
+        """Drop all rows, and free the memory of cache and forward passes for other processes."""
         self._data = self._allocate_all(0, 0)
         release_cache(self._device)
 

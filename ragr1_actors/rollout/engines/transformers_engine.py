@@ -231,7 +231,7 @@ class TransformersEngine:
         self._swap(session.row, self._num_active)
 
     def _find_row(self, session: Session) -> bool:
-        """Give the session a row: a free one, or that of an idle trajectory, which then computes its prefix again."""
+        """Give the session a row: a free one, or an idle trajectory's, which then computes its prefix again."""
         if session.row >= 0:
             return True
         if len(self._resident) < self._max_rows:

@@ -48,7 +48,7 @@ class FileUpdates:
     model: torch.nn.Module
     model_config: Any
     _expected: frozenset[str] = frozenset()
-    """Names, in vLLM, that an update must have: those of the previous one."""
+    """Names, in vLLM, that an update must have: the names in the previous update."""
 
     def start_weight_update(self) -> None:
         """Prepare the model. An abandoned update is finished first: vLLM would count on from it."""

@@ -207,7 +207,7 @@ def in_front(messages: Sequence[Message]) -> list[Message]:
 
 
 def behind(messages: Sequence[Message]) -> list[Message]:
-    """Return messages after the first ones, with those of the system as a user's."""
+    """Return messages after the first ones, with the system's as a user's."""
     return [replace(message, role="user") if message.role == "system" else message for message in messages]
 
 

@@ -60,7 +60,7 @@ class NewRecorder(Protocol):
     """Makes the recorders of one attempt."""
 
     def __call__(self, *, part: str = "") -> Recorder:
-        """Return a new recorder, whose id is that of the attempt with ``part``."""
+        """Return a new recorder, whose id is the attempt's, followed by ``part``."""
 
 
 class FloodError(Exception):
