@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KILL_TIMEOUT_S = 60.0
-"""A process that a driver of a device holds in the kernel ends late, or never."""
+"""Longest wait in seconds: a process that a device driver holds in the kernel ends late, or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder of a dead process: removed unless a process that writes in it does not end."""
+    """Folder of a dead process; it is removed unless a process that writes in it does not end."""
 
     folder: Path
     killed: frozenset[int]
@@ -30,7 +30,7 @@ class Leftover:
 
 
 def end(folder: Path, spared: int = 0) -> Leftover:
-    """Kill the processes of a session but ``spared``, and then remove its folder, whose lock the caller holds."""
+    """Kill the processes of a session except ``spared``, then remove its folder; the caller holds the lock."""
     killed = kill_processes(folder, spared)
     if not processes_of(folder) - {spared}:
         shutil.rmtree(folder, ignore_errors=True)
@@ -38,7 +38,7 @@ def end(folder: Path, spared: int = 0) -> Leftover:
 
 
 def kill_processes(folder: Path, spared: int) -> frozenset[int]:
-    """Kill the processes of a session but ``spared``, wait for their end and return them."""
+    """Kill the processes of a session except ``spared``, wait for their end and return them."""
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (found := processes_of(folder) - {spared}) and time.monotonic() < deadline:
@@ -68,12 +68,12 @@ def _writes_in(folder: Path, process: Path) -> bool:
             opened.lstat().st_mode & stat.S_IWUSR and os.readlink(opened).startswith(f"{folder}/")
             for opened in (process / "fd").iterdir()
         )
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
 def main() -> None:
-    """Wait for the end of standard input, which the session holds open, and end the session."""
+    """Wait for the end of standard input, which the session holds open, then end the session."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
