@@ -67,7 +67,7 @@ def ask(
 @contextmanager
 def loading_policy() -> Iterator[None]:
     """Show how long the block, which loads a policy, takes; Ctrl-C ends the command at its end."""
-    from ragr1_actors.core.progress_bar import elapsed_time
+    from ragr1_actors.core.process.progress_bar import elapsed_time
 
     with InterruptGuard() as guard, guard.held(), quick_imports(), elapsed_time(errors, "loading the policy"):
         yield  # an engine may start processes

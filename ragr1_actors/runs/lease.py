@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.storage import Storage
-from ragr1_actors.core.errors import RunDirectoryError, UserError
 from ragr1_actors.core.disk.files import validated
+from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 LEASE_FILE = "lease.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
