@@ -30,7 +30,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.deaths import last_line
-from cluster.watchdog import LOOK_S, Finding, Watchdog
+from cluster.watchdog import LOOK_S, Finding, Watchdog, kill
 from ragr1_actors.core.errors import FleetError
 
 logger = logging.getLogger(__name__)
@@ -217,8 +217,7 @@ class Fleet(Generic[P]):
         with self.changed:
             self.members = [other for other in self.members if other is not member]
             self._forget(member)
-        for actor in member.actors:
-            ray.kill(actor, no_restart=True)
+        kill(*member.actors)
 
     def _forget(self, member: Member[P]) -> None:
         for number in range(len(member.actors)):
@@ -379,7 +378,7 @@ class Fleet(Generic[P]):
         if isinstance(error, RayTaskError):  # the process is alive, but cannot do its work
             member.num_failed_loads += not member.is_admitted
             if member.num_failed_loads < MAX_FAILED_LOADS:
-                ray.kill(member.actors[number], no_restart=False)
+                kill(member.actors[number], restarts=True)
         if number in member.pulses:
             self._note_death(member, number, f"died ({last_line(error)})")
         fails_to_start = isinstance(error, RayActorError) and error.actor_init_failed
@@ -405,16 +404,14 @@ class Fleet(Generic[P]):
             for member in self.members:
                 member.is_lost = True
                 self._forget(member)
-                for actor in member.actors:
-                    ray.kill(actor, no_restart=True)
+                kill(*member.actors)
             self.changed.notify_all()
 
     def _lose(self, member: Member[P], reason: str) -> None:
         self._warn(reason)
         self._forget(member)
         member.is_lost, self.failure = True, reason
-        for actor in member.actors:
-            ray.kill(actor, no_restart=True)
+        kill(*member.actors)
 
     def _warn(self, what: str) -> None:
         logger.warning("%s; %d of %d go on", what, self.num(MemberState.READY), len(self.members))
@@ -432,7 +429,7 @@ def wait_or_kill(calls: Mapping[Any, ActorHandle[Any]], timeout_s: float) -> Ite
             handle = left.pop(call)
             error: RayError | None = None
             if not done:
-                ray.kill(handle, no_restart=False)
+                kill(handle, restarts=True)
                 error = GetTimeoutError(f"no answer in {timeout_s:g} s")
             else:
                 try:

@@ -4,7 +4,7 @@
 
     actor ── answers a question that its work does not block ──┐
       └───── beats while it loads, in Ray's key-value store ───┴─► Watchdog, a thread ──► Finding ──► the fleet
-                                                                     └─► ray.kill, if it shows no life for too long
+                                                                     └─► kill, if it shows no life for too long
 
 An actor that is killed fails its open calls, so every wait on an actor ends about ``hang_timeout_s`` after it stops.
 """
@@ -22,6 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import ray
 from ray._private.state import state  # no public function says how often an actor was restarted
+from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
@@ -38,6 +39,12 @@ _STOP_TIMEOUT_S = 10.0
 _SHORTEST_LOOK_S = 0.2
 """Seconds between two looks while an answer is awaited, so that the start of an actor is noticed soon."""
 _NAMESPACE = "ragr1_beats"
+
+
+def kill(*actors: ActorHandle[Any], restarts: bool = False) -> None:
+    """End the processes of actors, whose calls fail; with ``restarts`` Ray starts each again, as often as it may."""
+    for actor in actors:
+        ray.kill(actor, no_restart=not restarts)
 
 
 @contextlib.contextmanager
@@ -242,7 +249,7 @@ class Watchdog(Generic[Key]):
             yield Finding(answer=answer)
 
     def _end(self, actor: _Watched) -> None:
-        ray.kill(actor.actor, no_restart=False)
+        kill(actor.actor, restarts=True)
         _forget_beat(actor)
         actor.call, actor.alive_at, actor.is_out = None, None, True
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -34,7 +34,6 @@ from retrieval.indexes.manifest import (  # noqa: E402
     FOREIGN_OPTIONS,
     INDEX_TYPES,
     RETRIEVER_OPTIONS,
-    Option,
 )
 
 OUTPUT = ROOT / "docs" / "configuration.md"
@@ -185,8 +184,9 @@ def _index_table() -> str:
 
 
 def _option_rows(owner: str, options: Any) -> list[str]:
-    known: dict[str, Option] = dict(options)
-    return [f"| {owner} | `{key}` | `{o.default}` | {_cell(_prose(o.summary))} |" for key, o in known.items()]
+    fields = create_model(owner, **options).model_fields
+    meanings = {key: _cell(_prose(field.description or "")) for key, field in fields.items()}
+    return [f"| {owner} | `{key}` | `{fields[key].default}` | {meaning} |" for key, meaning in meanings.items()]
 
 
 def _meanings(model: type[BaseModel]) -> dict[str, str]:

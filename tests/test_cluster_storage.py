@@ -133,10 +133,10 @@ def test_damage_is_found_by_the_hash(storage: Storage, tmp_path: Path, own_cache
     listing = json.loads(storage.read("policy.json") or b"")
     listing["files"][0]["name"] = "../../escape"
     storage.write("policy.json", json.dumps(listing).encode())
-    with pytest.raises(DataError, match=r"policy\.json is damaged .*expected one inside a folder"):
+    with pytest.raises(DataError, match=r"policy\.json is damaged: .*expected one inside a folder"):
         storage.find("policy")
     storage.write("policy.json", json.dumps({"folder": "../runs", "files": []}).encode())
-    with pytest.raises(DataError, match=r"policy\.json is damaged .*expected one inside a folder"):
+    with pytest.raises(DataError, match=r"policy\.json is damaged: .*expected one inside a folder"):
         storage.find("policy")
     storage.write("policy.json", b"{")
     with pytest.raises(DataError, match=r"policy\.json is damaged"):

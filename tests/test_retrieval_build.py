@@ -145,7 +145,7 @@ def test_arguments_are_checked_before_anything_is_made(tmp_path: Path) -> None:
         ({"index_type": "hybird"}, ConfigError, "did you mean 'hybrid'"),
         ({"index_type": "hybrid", "vector_type": "bm25"}, ConfigError, "unknown vector type 'bm25' of a hybrid index"),
         ({"options": {"num_list": 3}, "index_type": "ivf"}, ConfigError, "did you mean 'num_lists'"),
-        ({"options": {"m": 3}}, ConfigError, "unknown option 'm' of index type 'flat'"),
+        ({"options": {"m": 3}}, ConfigError, "index type 'flat': unknown key options.m"),
         ({"num_shards": 0}, ConfigError, "got 0 shards .* expected at least 1"),
         ({"num_shards": 2, "index_type": "bm25"}, ConfigError, "got 2 shards .* expected 1, as it has no vectors"),
         ({"num_shards": 6}, ConfigError, "got 6 shards for 5 passages; ask for fewer"),

@@ -83,7 +83,7 @@ def test_shards_and_options_that_are_not_there(tmp_path: Path) -> None:
     for shards in ([2], [-1], []):
         with pytest.raises(DataError, match=r"the index has 2, numbered from 0"):
             DenseRanker(tmp_path / "2", manifest, shards=shards, load_encoder=False)
-    with pytest.raises(ConfigError, match="unknown option 'ef_search'"):
+    with pytest.raises(ConfigError, match=r"unknown key options\.ef_search"):
         DenseRanker(tmp_path / "2", manifest, options={"ef_search": 3}, load_encoder=False)
 
 

@@ -158,10 +158,10 @@ def test_an_index_knows_its_encoder_by_any_path_to_it(
 
 def test_options_are_checked_and_passed_on(index_dirs: dict[str, Path]) -> None:
     for name, options, said in [
-        ("flat", {"ef_search": 3}, "unknown option 'ef_search' of index type 'flat'"),
+        ("flat", {"ef_search": 3}, "index type 'flat': unknown key options.ef_search"),
         ("pq", {"refine_facter": 3}, "did you mean 'refine_factor'"),
-        ("bm25", {"refine_factor": 3}, "unknown option 'refine_factor' of index type 'bm25'"),
-        ("hybrid", {"fusion_depth": 0}, "got 0, expected a whole number of at least 1"),
+        ("bm25", {"refine_factor": 3}, "index type 'bm25': unknown key options.refine_factor"),
+        ("hybrid", {"fusion_depth": 0}, "got 0; input should be greater than or equal to 1"),
     ]:
         with pytest.raises(ConfigError, match=said):
             LocalRetriever(index_dirs[name], options=options)

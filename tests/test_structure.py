@@ -87,7 +87,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 51_250, 33_930, 575
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 51_228, 33_907, 573
 """Limits of the product's size, without the recipes. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 
@@ -256,12 +256,14 @@ def test_only_the_benchmark_of_rollout_installs_vllm(name: str) -> None:
 
 
 ONE_OF_EACH = {
+    r"\.partition\(\"=\"\)": "ragr1_actors/core/resolve.py",
+    r"\bray\.kill\b": "cluster/watchdog.py",
     r"\b(fcntl|filelock)\b": "ragr1_actors/core/disk/files.py",
-    r"\bValidationError\b": "ragr1_actors/core/disk/files.py",
+    r"\bValidationError\b|json\.loads?\(.*read_(text|bytes)": "ragr1_actors/core/disk/files.py",
     r"\.renames?\(|\bos\.replace\(|\.replace\([\w.]+\)": "ragr1_actors/core/disk/files.py",
     r"\b(AppRunner|ServerRunner|TCPSite|SockSite|UnixSite|run_app|start_server|HTTPServer)\b": "cluster/http.py",
 }
-"""The one file that may use what these words name: locks, renames, checks of JSON, and servers with their guards."""
+"""The one file that may use what these words name: overrides, ends of actors, locks, renames, checks, servers."""
 
 
 @pytest.mark.parametrize("words", list(ONE_OF_EACH))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -44,16 +45,10 @@ def ask(
     if note := check_inputs(run):
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
-        from ragr1_actors.core.process.progress_bar import elapsed_time
         from ragr1_actors.evaluation.asking import Asker, answer_as_json
         from ragr1_actors.rollout.trajectory_loop import Watch
 
-    with (
-        InterruptGuard() as guard,
-        guard.held(),
-        quick_imports(),  # an engine may start processes
-        elapsed_time(errors, "loading the policy"),
-    ):
+    with loading_policy():
         asker = Asker(run)
     with asker:
         for asked in questions(question, interactive):
@@ -67,6 +62,15 @@ def ask(
                 shown.end(found)
             if found.stop_reason.is_failure and not interactive:
                 raise typer.Exit(1)
+
+
+@contextmanager
+def loading_policy() -> Iterator[None]:
+    """Show how long the block, which loads a policy, takes; Ctrl-C ends the command at its end."""
+    from ragr1_actors.core.process.progress_bar import elapsed_time
+
+    with InterruptGuard() as guard, guard.held(), quick_imports(), elapsed_time(errors, "loading the policy"):
+        yield  # an engine may start processes
 
 
 def questions(first: str, interactive: bool) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cluster import leftovers
 from ragr1_actors.cli import JsonLinesOption, print_json, print_state
 from ragr1_actors.core.errors import RagR1Error, UserError, one_line
 
@@ -92,6 +91,8 @@ def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
 
 def remove_leftovers() -> Iterator[Finding]:
     """Remove the leftovers of this user's killed sessions, and yield their names; a living session is not touched."""
+    from cluster import leftovers
+
     found = False
     for left in leftovers.remove_leftovers():
         found = True

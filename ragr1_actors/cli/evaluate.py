@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -148,6 +147,7 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
             ``--body`` is not a JSON object.
     """
     from ragr1_actors.core.credentials import refuse_credentials
+    from ragr1_actors.core.disk.files import checked
     from ragr1_actors.evaluation.evaluated_policy import Endpoint
     from retrieval.http.retriever import check_url
 
@@ -157,13 +157,8 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
         return None
     refuse_credentials(url, "--endpoint")
     check_url(url, "--endpoint")
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--body: got {shortened(body)!r}, expected a JSON object such as '{{\"seed\": 1}}'")
-    return Endpoint(url, model, key_env, fields)
+    refused = ConfigError(f"--body: got {shortened(body)!r}, expected a JSON object such as '{{\"seed\": 1}}'")
+    return Endpoint(url, model, key_env, checked(dict[str, Any], body.encode("utf-8", "replace"), lambda *_: refused))
 
 
 def select(

@@ -286,12 +286,12 @@ def serve(
 
 def parse_options(assignments: list[str] | None) -> dict[str, Any]:
     """Read ``["ef_search=256"]`` as ``{"ef_search": 256}``; values are YAML. ``UserError`` on another form."""
-    from ragr1_actors.core.resolve import parse_yaml
+    from ragr1_actors.core.resolve import parse_yaml, split_assignment
 
     options: dict[str, Any] = {}
     for assignment in assignments or []:
-        key, equals, value = assignment.partition("=")
-        if not equals:
+        key, value = split_assignment(assignment)
+        if value is None:
             raise UserError(f"--option: got {assignment!r}, expected KEY=VALUE, such as ef_search=256")
         options[key] = parse_yaml(value, f"--option {key}")
     return options

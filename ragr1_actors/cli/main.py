@@ -42,7 +42,6 @@ from ragr1_actors.cli import (
     submit,
     view,
 )
-from ragr1_actors.core.disk.files import read_json
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
 from ragr1_actors.core.process.advice import advised
 from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports, exit_status
@@ -285,6 +284,7 @@ def report(
     is_opened: Annotated[bool, typer.Option("--open", help="Do as --html, and open the page in a browser.")] = False,
 ) -> None:
     """Print the report of a finished run, or write its page of charts at any time."""
+    from ragr1_actors.core.disk.files import read_json
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
     from ragr1_actors.runs.store import find_store

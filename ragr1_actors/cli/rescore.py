@@ -52,7 +52,9 @@ def rescore(
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse overrides without an effect; raises ``ConfigError``."""
-    for name in (assignment.partition("=")[0] for assignment in overrides):
+    from ragr1_actors.core.resolve import split_assignment
+
+    for name in (split_assignment(assignment)[0] for assignment in overrides):
         if name == "environment.reward":
             raise ConfigError("got environment.reward, which --reward replaces; leave it out")
         if ".".join(name.split(".")[:2]) not in _TAKEN:

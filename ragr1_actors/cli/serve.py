@@ -9,13 +9,12 @@ from ragr1_actors.cli import (
     HostOption,
     PortOption,
     TokenEnvOption,
-    errors,
     print_error,
     token_of,
 )
-from ragr1_actors.cli.ask import check_inputs
+from ragr1_actors.cli.ask import check_inputs, loading_policy
 from ragr1_actors.core.process.imports import quick_imports
-from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports
+from ragr1_actors.core.process.interrupts import ended_during_imports
 
 
 def serve(
@@ -33,14 +32,8 @@ def serve(
     if note := check_inputs(run):
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
-        from ragr1_actors.core.process.progress_bar import elapsed_time
         from ragr1_actors.evaluation.serving import PolicyServer, load_policy, run_policy_server
 
-    with (
-        InterruptGuard() as guard,
-        guard.held(),
-        quick_imports(),  # an engine may start processes
-        elapsed_time(errors, "loading the policy"),
-    ):
+    with loading_policy():
         policy = load_policy(run)
     run_policy_server(PolicyServer(policy, host=host, port=port, token=token, allowed_hosts=allow_host or ()))

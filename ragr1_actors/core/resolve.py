@@ -124,6 +124,12 @@ def _settings_of(section: str) -> type[Section]:
     return type(RunConfig.model_fields[section].default)
 
 
+def split_assignment(assignment: str) -> tuple[str, str | None]:
+    """Return name and value of ``name=value``; the value is None if there is no ``=``."""
+    name, equals, value = assignment.partition("=")
+    return name, value if equals else None
+
+
 def override(sections: Sections, assignments: Iterable[str]) -> Sections:
     """Return the sections after ``section.key=value`` assignments; ``ConfigError`` for another form or unknown key.
 
@@ -132,9 +138,9 @@ def override(sections: Sections, assignments: Iterable[str]) -> Sections:
     """
     changed = {section: dict(settings) for section, settings in sections.items()}
     for assignment in assignments:
-        name, equals, value = assignment.partition("=")
+        name, value = split_assignment(assignment)
         section, dot, key = name.partition(".")
-        if not equals or not dot:
+        if value is None or not dot:
             raise ConfigError(f"got {assignment!r}, expected section.key=value, such as training.lr=1e-4")
         parsed = parse_yaml(value, name) if value else ""
         key, *inner = key.split(".")

@@ -25,7 +25,7 @@ from envs.base import search_options
 from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.core.config import EncoderActors, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
-from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve
+from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve, split_assignment
 from ragr1_actors.runs.layout import INDEX
 from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
 from ragr1_actors.runs.store import RunStore
@@ -238,7 +238,7 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
 
 def _named(request: EvalRequest) -> set[str]:
     """Return the keys that were overridden, such as ``env_runners.temperature``."""
-    return {assignment.partition("=")[0] for assignment in request.overrides}
+    return {split_assignment(assignment)[0] for assignment in request.overrides}
 
 
 def _check_overrides(

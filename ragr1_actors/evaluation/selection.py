@@ -27,7 +27,15 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.process.progress_bar import Shown, unseen
-from ragr1_actors.core.resolve import RECIPE_ENDINGS, override, path_of, read_recipe, recipe_files, resolve
+from ragr1_actors.core.resolve import (
+    RECIPE_ENDINGS,
+    override,
+    path_of,
+    read_recipe,
+    recipe_files,
+    resolve,
+    split_assignment,
+)
 from ragr1_actors.core.types import Task
 from ragr1_actors.evaluation.evaluated_policy import (
     sampler_config,
@@ -153,7 +161,7 @@ def _selection_config(
     source: str, settings: SelectionArguments, overrides: Sequence[str], index: Path | None
 ) -> SamplerConfig:
     """Return the configuration with which a recipe, run or checkpoint samples; ``UserError`` if it is unknown."""
-    for name in (assignment.partition("=")[0] for assignment in overrides):
+    for name in (split_assignment(assignment)[0] for assignment in overrides):
         if name in _TAKEN_AS:
             raise ConfigError(f"got {name}, which select takes as {_TAKEN_AS[name]}")
     path = path_of(source, *recipe_files())

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.storage import Storage
+from ragr1_actors.core.disk.files import validated
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 LEASE_FILE = "lease.json"
@@ -86,7 +87,6 @@ class Lease:
     def _read(self) -> dict[str, object] | None:
         try:
             content = self._storage.read(LEASE_FILE)
-            found = None if content is None else json.loads(content)
-        except (UserError, ValueError):  # the storage does not answer, or the object is not a lease
+            return None if content is None else validated(dict[str, object], content, LEASE_FILE)
+        except UserError:  # the storage does not answer, or the object is not a lease
             return None
-        return found if isinstance(found, dict) else None

@@ -19,7 +19,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import POLICY_FOLDER, read_json_as, write_file, write_json
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
-from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve
+from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve, split_assignment
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
@@ -107,7 +107,7 @@ def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: li
 
     Raises ``ConfigError`` for a changed key of another section, or ``learners.lora``, on which checkpoints depend.
     """
-    for name in (assignment.partition("=")[0] for assignment in assignments if "=" not in assignment):
+    for name in (assignment for assignment in assignments if split_assignment(assignment)[1] is None):
         raise _kept(name)
     changed = _with_its_policy(config, resolve(override(config.model_dump(), assignments)))
     for name in _differing(config, changed):

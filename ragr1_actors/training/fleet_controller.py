@@ -20,15 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
-
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from cluster.metrics import count
 from cluster.placement import draining_nodes, free_resources, num_without_room
-from ragr1_actors.core.config import (
-    RetrieverAutoscaling,
-    RunConfig,
-)
+from cluster.watchdog import kill
+from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
@@ -247,7 +243,7 @@ class FleetController:
         if not found:
             return ScaleAnswer(order_id=order.order_id, message=f"none of the {order.kill} is up", is_refused=True)
         logger.warning("ragr1 chaos kills one of %d %s", len(found), order.kill)
-        ray.kill(random.choice(found), no_restart=False)  # chance decides which of them
+        kill(random.choice(found), restarts=True)  # chance decides which of them
         return ScaleAnswer(order_id=order.order_id, message=f"killed one of {len(found)} {order.kill}")
 
     def _obey(self, order: ScaleOrder) -> ScaleAnswer:

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -28,6 +27,7 @@ from ragr1_actors.core.disk.digests import LIST_FILE, check_digests
 from ragr1_actors.core.disk.files import fingerprint_file
 from ragr1_actors.core.errors import ConfigError, DataError, one_line, valid_unicode
 from ragr1_actors.core.models.model_code import find_code
+from ragr1_actors.core.models.model_files import quiet_transformers
 from ragr1_actors.core.process.imports import quick_imports
 from retrieval.base import Passage
 from retrieval.corpora.text import laid_out
@@ -124,7 +124,7 @@ class Encoder:
         try:
             model: SentenceTransformer | StaticModel | None = StaticModel.load(folder, plan, device, weights_dtype)
             if model is None:
-                with _quiet():
+                with quiet_transformers():
                     model = _load_model(folder, plan, device, weights_dtype)
         except DataError:
             raise
@@ -385,22 +385,6 @@ def _fingerprint(folder: Path, plan: EncoderPlan) -> str:
                 digest.update(os.fsencode(path.relative_to(folder).as_posix()) + b"\0")
                 digest.update(fingerprint_file(path).encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bar and its report of weights off the terminal; errors are raised anyway."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity, has_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if has_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def batch_by_length(lengths: Sequence[int], max_tokens: int, spare_tokens: int) -> list[list[int]]:

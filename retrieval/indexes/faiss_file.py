@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import DataError, one_line
 from retrieval.indexes.faiss_build import Floats, codes_of, usual_probes
-from retrieval.indexes.manifest import FLAT, FOREIGN, FOREIGN_OPTIONS
+from retrieval.indexes.manifest import FLAT, FOREIGN, parse_options
 
 Ids = NDArray[np.int64]
 
@@ -217,10 +217,10 @@ class FaissFile:
                 found["num_probes"] = int(part.nprobe) if is_set else usual_probes(part.nlist)
             elif isinstance(part, faiss.IndexHNSW):
                 is_set = part.hnsw.efSearch != _FAISS_EF_SEARCH
-                found["ef_search"] = int(part.hnsw.efSearch) if is_set else FOREIGN_OPTIONS["ef_search"].default
+                found["ef_search"] = int(part.hnsw.efSearch) if is_set else parse_options(FOREIGN, {})["ef_search"]
             elif isinstance(part, faiss.IndexRefine):
                 is_set = part.k_factor != _FAISS_FACTOR
-                default = FOREIGN_OPTIONS["refine_factor"].default
+                default = parse_options(FOREIGN, {})["refine_factor"]
                 found["refine_factor"] = math.ceil(part.k_factor) if is_set else default
         return found
 

@@ -20,16 +20,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, field
-from dataclasses import dataclass as plain_dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict
+from pydantic import AfterValidator, ConfigDict, Field, create_model
 from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.disk.digests import LIST_FILE
 from ragr1_actors.core.disk.files import fingerprint_file, read_json, validated
 from ragr1_actors.core.errors import ConfigError, DataError, nearest
+from ragr1_actors.core.section import Section
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS
 
@@ -226,21 +227,16 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-@plain_dataclass(frozen=True)
-class Option:
-    """Whole number that a user may set."""
-
-    default: int
-    low: int
-    """Smallest legal value."""
-    summary: str
+def _whole(default: int, low: int, summary: str) -> tuple[Any, int]:
+    """Return type and default of an option: a whole number of at least ``low``."""
+    return Annotated[int, Field(strict=True, ge=low, description=summary)], default
 
 
-_NUM_LISTS = Option(0, 0, "lists the vectors are sorted into; 0 is 4 * sqrt(passages). Set at the build")
-_NUM_PROBES = Option(0, 0, "lists that a query looks into; 0 is a sixteenth of them")
-_REFINE_FACTOR = Option(8, 1, "candidates that are scored again for each passage asked for")
+_NUM_LISTS = _whole(0, 0, "lists the vectors are sorted into; 0 is 4 * sqrt(passages). Set at the build")
+_NUM_PROBES = _whole(0, 0, "lists that a query looks into; 0 is a sixteenth of them")
+_REFINE_FACTOR = _whole(8, 1, "candidates that are scored again for each passage asked for")
 
-INDEX_TYPES: dict[str, dict[str, Option]] = {
+INDEX_TYPES: dict[str, dict[str, tuple[Any, int]]] = {
     FLAT: {},  # exact; 4 bytes per number
     "fp16": {},  # every vector is scanned; 2 bytes per number
     "sq8": {},  # every vector is scanned; 1 byte per number
@@ -252,9 +248,9 @@ INDEX_TYPES: dict[str, dict[str, Option]] = {
     "ivf_pq": {"num_lists": _NUM_LISTS, "num_probes": _NUM_PROBES, "refine_factor": _REFINE_FACTOR},
     # a graph of neighbours is walked; 4 bytes per number and 8 * m per vector
     "hnsw": {
-        "m": Option(32, 2, "neighbours of a vector. Set at the build"),
-        "ef_construction": Option(200, 1, "candidates for these neighbours. Set at the build"),
-        "ef_search": Option(128, 1, "candidates that a query keeps while it walks"),
+        "m": _whole(32, 2, "neighbours of a vector. Set at the build"),
+        "ef_construction": _whole(200, 1, "candidates for these neighbours. Set at the build"),
+        "ef_search": _whole(128, 1, "candidates that a query keeps while it walks"),
     },
 }
 """Types of vectors by the names that users type, with the options of each."""
@@ -266,9 +262,9 @@ FOREIGN_OPTIONS = {
 }
 """Options of an adopted file of type ``faiss``; each works only if the file has the part that it sets."""
 
-RETRIEVER_OPTIONS: dict[str, Option] = {
-    "rerank_candidates": Option(20, 1, "passages per query that a reranker orders again"),
-    "fusion_depth": Option(100, 1, "passages of each ranking that a hybrid index fuses"),
+RETRIEVER_OPTIONS: dict[str, tuple[Any, int]] = {
+    "rerank_candidates": _whole(20, 1, "passages per query that a reranker orders again"),
+    "fusion_depth": _whole(100, 1, "passages of each ranking that a hybrid index fuses"),
 }
 """Options of a retriever over any index type. Builder, index and retriever get one mapping; each reads its part."""
 
@@ -282,16 +278,18 @@ def parse_options(index_type: str, options: Mapping[str, Any]) -> dict[str, int]
     Raises:
         ConfigError: a type or option is unknown, or a value is illegal.
     """
+    known = options_of(index_type)
+    try:
+        return known.read(options, "options").model_dump()
+    except ConfigError as error:
+        raise ConfigError(f"index type {index_type!r}: {error}") from error
+
+
+@cache
+def options_of(index_type: str) -> type[Section]:
+    """Return the options of a type as keys with defaults; ``ConfigError`` if the type is unknown."""
     types = {**INDEX_TYPES, FOREIGN: FOREIGN_OPTIONS, BM25: {}}
     if index_type not in types:
         raise ConfigError(f"unknown index type {index_type!r}{nearest(index_type, INDEX_TYPES)}")
-    known = {**types[index_type], **RETRIEVER_OPTIONS}
-    for name, value in options.items():
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r} of index type {index_type!r}{nearest(name, known)}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < known[name].low:
-            raise ConfigError(
-                f"option {name!r} of index type {index_type!r}: got {value!r}, expected a whole number of at least "
-                f"{known[name].low}"
-            )
-    return {name: options.get(name, option.default) for name, option in known.items()}
+    fields: dict[str, Any] = {**types[index_type], **RETRIEVER_OPTIONS}
+    return create_model(index_type, __base__=Section, **fields)

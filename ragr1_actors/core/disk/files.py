@@ -485,11 +485,8 @@ def read_json_lines(kind: type[T], path: Path, remedy: str) -> list[T]:
     Raises:
         DataError: a line is no ``kind``; the message has its number.
     """
-    found = []
-    # the text after the last newline is empty or cut off
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        found.append(validated(kind, line, f"{path}, line {number}", remedy))
-    return found
+    lines = path.read_bytes().split(b"\n")[:-1]  # the text after the last newline is empty or cut off
+    return [validated(kind, line, f"{path}, line {number}", remedy) for number, line in enumerate(lines, start=1)]
 
 
 def validated(kind: type[T], value: Any, where: str, remedy: str = "") -> T:

@@ -70,7 +70,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
 
     limit_kernel_caches()
     try:
-        with _without_output():
+        with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 policy,
                 output_loading_info=True,
@@ -98,7 +98,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
 
 
 @contextmanager
-def _without_output() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Keep transformers from printing a progress bar and a table of the weights; the error says what is wrong."""
     from transformers.utils import logging
 

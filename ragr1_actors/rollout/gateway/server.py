@@ -109,7 +109,7 @@ class _Reward(BaseModel):
     reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
 
 
-class Gateway:
+class Gateway(HttpServer):
     """Server of one env runner, and the sessions of its agents."""
 
     def __init__(self, host: str, retriever: Retriever) -> None:
@@ -117,7 +117,7 @@ class Gateway:
         self._retriever = retriever
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._server = HttpServer(
+        super().__init__(
             [
                 web.post("/v1/chat/completions", self._guarded(self._chat)),
                 web.get("/v1/models", self._guarded(self._models)),
@@ -129,14 +129,13 @@ class Gateway:
             limits=Limits(body_bytes=MAX_BODY_BYTES),
         )
         self._starting = asyncio.Lock()
-        self._is_listening = False
 
     @property
     def url(self) -> str:
         """Address for agents, without a path; the node's address if the server listens on all addresses."""
-        listening = URL(self._server.url)
+        listening = URL(super().url)
         if not ipaddress.ip_address(listening.raw_host or "").is_unspecified:
-            return self._server.url
+            return super().url
         from ray.util import get_node_ip_address
 
         return str(listening.with_host(get_node_ip_address())).rstrip("/")
@@ -145,9 +144,8 @@ class Gateway:
     async def opened(self, session: Session) -> AsyncIterator[str]:
         """Give a session a key while the block runs."""
         async with self._starting:
-            if not self._is_listening:
-                await self._server.__aenter__()
-                self._is_listening = True
+            if self._listener is None:
+                await self.__aenter__()
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._sessions[key] = session
         try:
@@ -160,8 +158,8 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._is_listening:
-            await self._server.__aexit__()
+        if self._listener is not None:
+            await self.__aexit__()
 
     def _guarded(
         self, handle: Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
@@ -186,21 +184,21 @@ class Gateway:
         raise ApiError(401, "expected the session's key, OPENAI_API_KEY, in 'Authorization: Bearer KEY'")
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
-        return await answer_chat(request, await self._server.read_body(request), session)
+        return await answer_chat(request, await self.read_body(request), session)
 
     async def _models(self, request: web.Request, session: Session) -> web.Response:
         return web.json_response(models())
 
     async def _take_answer(self, request: web.Request, session: Session) -> web.Response:
-        session.answer = checked_as(_Answer, await self._server.read_body(request)).answer
+        session.answer = checked_as(_Answer, await self.read_body(request)).answer
         return web.json_response({"status": "ok"})
 
     async def _take_reward(self, request: web.Request, session: Session) -> web.Response:
-        session.reward = checked_as(_Reward, await self._server.read_body(request)).reward
+        session.reward = checked_as(_Reward, await self.read_body(request)).reward
         return web.json_response({"status": "ok"})
 
     async def _retrieve(self, request: web.Request, session: Session) -> web.Response:
-        asked = parse_question(await self._server.read_body(request))
+        asked = parse_question(await self.read_body(request))
         k = asked.topk or DEFAULT_TOPK
         session.take_queries(len(asked.queries))
         try:
