@@ -39,7 +39,7 @@ from cluster.placement_plan import (
     place_actors,
     retriever_role,
 )
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.weight_transport import choose_transport

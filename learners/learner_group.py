@@ -39,9 +39,9 @@ from ray.exceptions import (
 )
 from safetensors import SafetensorError
 
-from cluster.deaths import last_line
-from cluster.fleet import Fleet, Process, Pulse
-from cluster.watchdog import show_life
+from cluster.supervision.deaths import last_line
+from cluster.supervision.fleet import Fleet, Process, Pulse
+from cluster.supervision.watchdog import show_life
 from learners.call_history import CallHistory
 from learners.options import LEARNERS
 from learners.step_clock import StepClock

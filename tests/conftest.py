@@ -129,7 +129,7 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     """
     import ray
 
-    from cluster import session_watcher
+    from cluster.session import watcher
 
     worker_env: dict[str, Any] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
@@ -148,7 +148,7 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     try:
         start()
     except Exception:  # Ray gives its processes 30 s, and a busy machine takes longer
-        session_watcher.kill_processes(Path(ray_temp_dir), spared=os.getpid())
+        watcher.kill_processes(Path(ray_temp_dir), spared=os.getpid())
         start()
     yield ray
     ray.shutdown()

@@ -8,7 +8,7 @@ import pytest
 from processes import run_python
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from cluster.deaths import PROCESSES, death_line, last_line
+from cluster.supervision.deaths import PROCESSES, death_line, last_line
 from learners.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
@@ -126,7 +126,7 @@ MONITORED = """
     os.environ["RAY_memory_usage_threshold"] = "0.0001"  # every node uses more: the monitor ends each actor
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     import ray
-    from cluster.deaths import last_line
+    from cluster.supervision.deaths import last_line
 
     class LearnerWorker:
         def wait(self):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from cluster import fleet as fleet_module
-from cluster.fleet import MAX_FAILED_LOADS, Fleet, Member, MemberId, MemberState, Process, Pulse
-from cluster.watchdog import Finding
+from cluster.supervision import fleet as fleet_module
+from cluster.supervision.fleet import MAX_FAILED_LOADS, Fleet, Member, MemberId, MemberState, Process, Pulse
+from cluster.supervision.watchdog import Finding
 from ragr1_actors.core.errors import FleetError
 
 
@@ -74,7 +74,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
     """Names of the actors that were killed, with whether Ray starts them again; no thread looks at any actor."""
     found: list[tuple[str, bool]] = []
     monkeypatch.setattr(fleet_module.ray, "kill", lambda a, *, no_restart: found.append((a.name, not no_restart)))
-    monkeypatch.setattr("cluster.watchdog.Watchdog.start", lambda self: self)
+    monkeypatch.setattr("cluster.supervision.watchdog.Watchdog.start", lambda self: self)
     return found
 
 

@@ -15,8 +15,8 @@ import ray
 from processes import run_python
 from small_world import ended, invoke, wait_for
 
-from cluster.session import ray_session
-from cluster.session_watcher import processes_of
+from cluster.session.ray_session import ray_session
+from cluster.session.watcher import processes_of
 from ragr1_actors.core.errors import FleetError, UserError
 from ragr1_actors.core.process.interrupts import InterruptGuard, TerminationError
 
@@ -49,7 +49,7 @@ assert not ray.is_initialized()
 KILL = """
 import os, signal, sys, time
 from pathlib import Path
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 class Sleeper:
     def sleep(self, started):
         writing = Path(f"{started}.writing")
@@ -103,8 +103,8 @@ LATE = """
 import os, ray
 from pathlib import Path
 from ray._private import services
-from cluster.session_watcher import processes_of
-from cluster.session import ray_session
+from cluster.session.watcher import processes_of
+from cluster.session.ray_session import ray_session
 find, first = services.get_node, set()
 def late(address, node_id):
     node = find(address, node_id)  # raises RuntimeError until the node is there
@@ -137,7 +137,7 @@ def test_a_call_to_a_killed_actor_fails_at_once(tmp_path: Path) -> None:
 STOPPED_RAYLET = """
 import os, signal, threading
 import psutil
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 with ray_session():
     import ray
     raylet, = (process for process in psutil.Process().children(recursive=True) if process.name() == "raylet")
@@ -163,7 +163,7 @@ def test_a_process_whose_raylet_stops_ends_with_a_sentence() -> None:
 
 LOCAL = """
 import os
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 tokens = set()
 for _ in range(2):
     with ray_session():
@@ -192,13 +192,13 @@ def test_a_local_session_asks_for_a_token_and_leaves_nothing_in_the_home_folder(
 
 
 KILLED = """
-from cluster import leftovers
+from cluster.session import leftovers
 leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import os, signal, sys, time
 from contextlib import suppress
 from pathlib import Path
-from cluster.session_watcher import processes_of
-from cluster.session import ray_session
+from cluster.session.watcher import processes_of
+from cluster.session.ray_session import ray_session
 class Actor:
     pass
 with ray_session():
@@ -213,7 +213,7 @@ with ray_session():
         watchers = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended
-                if f"session_watcher.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes():
+                if f"watcher.py\\0{folder}\\0".encode() in (entry / "cmdline").read_bytes():
                     watchers.append(int(entry.name))
         assert len(watchers) == 1
         os.kill(watchers[0], signal.SIGKILL)
@@ -248,10 +248,10 @@ def test_nothing_of_a_session_is_left_if_its_driver_or_what_watches_it_is_killed
 
 
 LIVING = """
-from cluster import leftovers
+from cluster.session import leftovers
 leftovers.PREFIX = "ragr1-own-"  # so that no other test's session removes it
 import sys
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 with ray_session():
     import ray
     print(ray.nodes()[0]["RayletSocketName"], flush=True)
@@ -265,7 +265,7 @@ with ray_session():
 def test_the_next_session_and_doctor_remove_what_a_dead_one_left_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.leftovers.PREFIX", "ragr1-own-")
+    monkeypatch.setattr("cluster.session.leftovers.PREFIX", "ragr1-own-")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # of scratch folders
     earlier, _ = end_session("driver", "watcher")
     assert earlier.is_dir()

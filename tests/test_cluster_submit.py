@@ -52,7 +52,7 @@ def reward(task, answer):
 
 JOIN = """
 import time
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 from ragr1_actors.core.errors import UserError
 started = time.monotonic()
 try:

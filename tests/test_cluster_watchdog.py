@@ -14,9 +14,9 @@ import pytest
 from ray._private.state import state
 from ray.experimental.internal_kv import _internal_kv_get
 
-from cluster import watchdog
-from cluster.fleet import MAX_DEATHS, Fleet, MemberState, Process, Pulse
-from cluster.watchdog import LOOK_S, Finding, Watchdog, beating
+from cluster.supervision import watchdog
+from cluster.supervision.fleet import MAX_DEATHS, Fleet, MemberState, Process, Pulse
+from cluster.supervision.watchdog import LOOK_S, Finding, Watchdog, beating
 from ragr1_actors.core.errors import FleetError
 
 pytestmark = pytest.mark.ray

@@ -19,7 +19,7 @@ from small_world import ROOT, SHORT, invoke, make_config, make_files, wait_for
 from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, s3_server, s3_uri
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cluster import leftovers
+from cluster.session import leftovers
 from cluster.storage import Storage, share
 from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.disk.files import write_json

@@ -257,7 +257,7 @@ def test_only_the_benchmark_of_rollout_installs_vllm(name: str) -> None:
 
 ONE_OF_EACH = {
     r"\.partition\(\"=\"\)": "ragr1_actors/core/resolve.py",
-    r"\bray\.kill\b": "cluster/watchdog.py",
+    r"\bray\.kill\b": "cluster/supervision/watchdog.py",
     r"\b(fcntl|filelock)\b": "ragr1_actors/core/disk/files.py",
     r"\bValidationError\b|json\.loads?\(.*read_(text|bytes)": "ragr1_actors/core/disk/files.py",
     r"\.renames?\(|\bos\.replace\(|\.replace\([\w.]+\)": "ragr1_actors/core/disk/files.py",

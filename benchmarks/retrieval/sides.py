@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.measurement import Sample, quotient
 from benchmarks.retrieval import evidence
-from cluster.session import ray_session
+from cluster.session.ray_session import ray_session
 from ragr1_actors.core.config import RetrievalSettings
 from retrieval.base import Passage
 from retrieval.indexes.manifest import Manifest

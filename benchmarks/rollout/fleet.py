@@ -116,7 +116,7 @@ class Fleets:
     """A fleet of one runner and one of eight, started once for all repeats."""
 
     def __init__(self, policy_dir: Path) -> None:
-        from cluster.session import ray_session
+        from cluster.session.ray_session import ray_session
 
         os.environ.pop("RAY_ADDRESS", None)  # a private cluster, also where another one runs
         self._session = ray_session(num_cpus=NUM_RUNNERS)

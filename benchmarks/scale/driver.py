@@ -137,7 +137,7 @@ class RealTraffic:
     """The same number of groups in flight at ``NUM_ACTORS`` actors, at a rate of the caller's choice."""
 
     def __init__(self, policy_dir: Path, groups_per_s: float) -> None:
-        from cluster.session import ray_session
+        from cluster.session.ray_session import ray_session
 
         os.environ.pop("RAY_ADDRESS", None)  # a private cluster, also where another one runs
         self._session = ray_session(num_cpus=NUM_ACTORS)

@@ -61,7 +61,7 @@ def load(policy_dir: str) -> None:
 
 def scale_out(policy_dir: Path) -> Wait:
     """From the order for a second env runner to its first request; loading is that of a process without Ray."""
-    from cluster.session import ray_session
+    from cluster.session.ray_session import ray_session
 
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", _LOAD, str(policy_dir)], check=True)

@@ -91,7 +91,7 @@ def examine(with_ray: bool = True, recipe: str = "") -> Iterator[Finding]:
 
 def remove_leftovers() -> Iterator[Finding]:
     """Remove the leftovers of this user's killed sessions, and yield their names; a living session is not touched."""
-    from cluster import leftovers
+    from cluster.session import leftovers
 
     found = False
     for left in leftovers.remove_leftovers():
@@ -288,7 +288,7 @@ def _ray() -> Finding:
     try:
         import ray
 
-        from cluster.session import ray_session
+        from cluster.session.ray_session import ray_session
 
         with ray_session():
             resources = ray.cluster_resources()

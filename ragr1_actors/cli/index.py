@@ -253,7 +253,7 @@ def serve(
     option: OptionsOption = None,
 ) -> None:
     """Serve an index over HTTP, with Search-R1's POST /retrieve: {queries, topk, return_scores}, and by MCP."""
-    from cluster.session import ray_session
+    from cluster.session.ray_session import ray_session
     from ragr1_actors.core.config import EncoderActors, RetrievalSettings
     from retrieval.http.server import run_server
     from retrieval.replicas.retriever_group import RetrieverGroup

@@ -26,7 +26,7 @@ def view(
     URI is shown as it is now.
     """
     from cluster.http import run_until_signal
-    from cluster.leftovers import scratch_folder
+    from cluster.session.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
     from ragr1_actors.pages.viewer.index import PARTS, Index

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.leftovers import scratch_folder
+from cluster.session.leftovers import scratch_folder
 from envs.base import ENVS, TextEnv
 from envs.checker import stand_in_context
 from envs.measures import MEASURES, RATIOS

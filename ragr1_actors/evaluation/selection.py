@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.leftovers import scratch_folder
+from cluster.session.leftovers import scratch_folder
 from cluster.storage import share
 from envs.tasks.files import read_files
 from envs.tasks.paths import NamedTasks, shown, task_files

@@ -17,9 +17,9 @@ import pyarrow as pa
 import ray
 from numpy.typing import NDArray
 
-from cluster.fleet import Process, Pulse
 from cluster.metrics import count, observe
-from cluster.watchdog import beating
+from cluster.supervision.fleet import Process, Pulse
+from cluster.supervision.watchdog import beating
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import EngineDeadError

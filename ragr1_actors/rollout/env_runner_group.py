@@ -35,9 +35,9 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.autoscaler import FleetState
-from cluster.deaths import last_line
-from cluster.fleet import Fleet, Member, MemberId, MemberState, Process, Pulse, wait_or_kill
 from cluster.placement import ActorOptions, anywhere
+from cluster.supervision.deaths import last_line
+from cluster.supervision.fleet import Fleet, Member, MemberId, MemberState, Process, Pulse, wait_or_kill
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import FleetError, RagR1Error

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-from cluster import leftovers
 from cluster.node_cache import NodeCache
+from cluster.session import leftovers
 from cluster.storage import Storage, check_uri, is_uri, share, with_name
 from ragr1_actors.core.disk.files import POLICY_FILES, POLICY_FOLDER, held_alone, write_file
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter

@@ -23,7 +23,7 @@ from typing import Any
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from cluster.metrics import count
 from cluster.placement import draining_nodes, free_resources, num_without_room
-from cluster.watchdog import kill
+from cluster.supervision.watchdog import kill
 from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport

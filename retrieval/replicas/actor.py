@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from cluster.fleet import Process, Pulse
 from cluster.metrics import observe
 from cluster.rpc import RpcAddress, RpcServer, encode
-from cluster.watchdog import beating
+from cluster.supervision.fleet import Process, Pulse
+from cluster.supervision.watchdog import beating
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node
 from retrieval.base import Passage
 from retrieval.indexes.manifest import FLAT, Manifest

@@ -27,9 +27,9 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from cluster.deaths import last_line
 from cluster.metrics import count, observe
 from cluster.rpc import RpcClient, decode
+from cluster.supervision.deaths import last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus

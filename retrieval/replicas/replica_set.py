@@ -26,9 +26,9 @@ from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from cluster.autoscaler import FleetState
-from cluster.fleet import Fleet, Member, MemberState, Process
 from cluster.placement import ActorOptions, anywhere
-from cluster.watchdog import HANG_TIMEOUT_S
+from cluster.supervision.fleet import Fleet, Member, MemberState, Process
+from cluster.supervision.watchdog import HANG_TIMEOUT_S
 from retrieval.replicas.actor import ActorLoad, RpcActor
 from retrieval.replicas.batching import ClientLoad
 

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
-from cluster.watchdog import HANG_TIMEOUT_S
+from cluster.supervision.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.disk.folders import AnyFolder, Folder, Share, in_place, part_of
 from ragr1_actors.core.errors import ConfigError, DataError

@@ -19,7 +19,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
 from ray.exceptions import AuthenticationError, RayError, RpcError
 
-from cluster import leftovers, session_watcher
+from cluster.session import leftovers, watcher
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 from ragr1_actors.core.process.interrupts import SIGNALS, TerminationError
 
@@ -168,7 +168,7 @@ def _start(folder: Path, **options: Any) -> None:
         except Exception as error:  # Ray raises a plain Exception if a process that it starts fails
             if type(error) is not Exception:
                 raise
-            session_watcher.kill_processes(folder, spared=os.getpid())
+            watcher.kill_processes(folder, spared=os.getpid())
             if attempt == _ATTEMPTS - 1:
                 raise FleetError(
                     f"Ray did not start: {one_line(error)}; try again when this machine is less busy"
@@ -204,6 +204,6 @@ def _give_token() -> None:
 
 def _python_path() -> str:
     """Return a path with which workers import the packages and the user's modules from the same place as the driver."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     existing = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)

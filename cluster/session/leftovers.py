@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import session_watcher
-from cluster.session_watcher import Leftover, end
+from cluster.session import watcher
+from cluster.session.watcher import Leftover, end
 from ragr1_actors.core.disk.files import lock, publish
 
 TEMP = Path("/tmp")
@@ -61,8 +61,8 @@ def watched(folder: Path, descriptor: int) -> Iterator[None]:
 
     ``descriptor`` is the folder's lock. The watching process holds it, too, until it has done its work.
     """
-    watcher = subprocess.Popen(
-        [sys.executable, "-P", session_watcher.__file__, str(folder), str(os.getpid())],
+    process = subprocess.Popen(
+        [sys.executable, "-P", watcher.__file__, str(folder), str(os.getpid())],
         stdin=subprocess.PIPE,  # it ends with this process, however that ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -73,8 +73,8 @@ def watched(folder: Path, descriptor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        watcher.communicate()
-        if watcher.returncode:  # a signal killed it
+        process.communicate()
+        if process.returncode:  # a signal killed it
             end(folder, spared=os.getpid())
 
 

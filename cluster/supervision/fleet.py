@@ -29,8 +29,8 @@ from ray._private.state import state as ray_state  # no public function says how
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.deaths import last_line
-from cluster.watchdog import LOOK_S, Finding, Watchdog, kill
+from cluster.supervision.deaths import last_line
+from cluster.supervision.watchdog import LOOK_S, Finding, Watchdog, kill
 from ragr1_actors.core.errors import FleetError
 
 logger = logging.getLogger(__name__)
