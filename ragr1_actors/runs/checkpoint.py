@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files, write_list
-from ragr1_actors.core.disk.files import error_number, is_no_room, read_json_as, validated, write_json
+from ragr1_actors.core.disk.files import LEARNER_PREFIX, error_number, is_no_room, read_json_as, validated, write_json
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.types import FailedTask
@@ -41,6 +41,9 @@ from ragr1_actors.runs.layout import CHECKPOINTS
 from ragr1_actors.runs.report import StageReport, TaskCounts
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.alarms import GuardState
+
+if TYPE_CHECKING:  # imports Ray
+    from learners.learner_group import LearnerGroup
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"
@@ -252,3 +255,38 @@ def _read_score(content: bytes, metric: str, where: str) -> float | None:
         logger.warning("%s; %s does not count as the best checkpoint", error, where.rpartition("/")[2])
         return None
     return found.value if found.metric == metric else None
+
+
+class CheckpointSaver:
+    """Writes checkpoints of the learners while training continues: one at a time, each whole or absent.
+
+    The learners pause for a copy of their state. A thread of each rank writes its part during the next iterations. The
+    checkpoint gets its name in ``commit_if_written`` or ``finish``, at the latest when the next one begins.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, learners: LearnerGroup) -> None:
+        """Take the checkpoints and the learners to save."""
+        self._checkpoints = checkpoints
+        self._learners = learners
+        self._step: int | None = None
+        self._writer: FolderWriter
+
+    def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
+        """Begin the checkpoint ``step_<step>``, once the previous one is whole; errors as in ``Algorithm.save``."""
+        self.finish()
+        self._writer = self._checkpoints.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
+        self._learners.begin_save(self._writer)
+        self._step = step
+
+    def commit_if_written(self) -> None:
+        """Give the checkpoint its name if it is written, else return at once. Raises as ``finish``."""
+        if self._step is not None and self._learners.is_written():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until a begun checkpoint is whole; raises ``UserError`` if it could not be written."""
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        final = self._checkpoints.commit(step, self._learners.finish_save)
+        self._learners.saved(self._writer, part_of(final, LEARNER_PREFIX, LIST_FILE))

@@ -57,7 +57,7 @@ from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets, TaskRound
 from ragr1_actors.rollout.weight_sync import WeightSync
-from ragr1_actors.runs.checkpoint import Checkpoints, checkpoint_name, read_state
+from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver, checkpoint_name, read_state
 from ragr1_actors.runs.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import (
@@ -72,7 +72,6 @@ from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.batches import BatchCollector
-from ragr1_actors.training.checkpoint_saver import CheckpointSaver
 from ragr1_actors.training.fleet_controller import FleetController
 from ragr1_actors.training.stored_fleet import training_fleet
 

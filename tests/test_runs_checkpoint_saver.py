@@ -23,12 +23,11 @@ from ragr1_actors.core.disk.digests import FileDigest
 from ragr1_actors.core.disk.files import LEARNER_FILE, TensorPart, read_json, read_tensors, write_parts
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch
-from ragr1_actors.runs.checkpoint import Checkpoints
+from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm, OnProgress
-from ragr1_actors.training.checkpoint_saver import CheckpointSaver
 from ragr1_actors.training.stages import TrainingRun
 
 pytestmark = pytest.mark.engine
