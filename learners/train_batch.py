@@ -53,7 +53,7 @@ class TokenColumns:
     is_fresh: torch.Tensor | None = None
     """Whether the newest policy version of the batch sampled the token, bool; None if there is only one version."""
     segment_ids: torch.Tensor | None = None
-    """Number of the turn or trajectory, int64; set with ``llds_coeff``."""
+    """Number of the turn or sequence, by ``llds_gate``, int64; set with ``llds_coeff``."""
     loss_weights: torch.Tensor | None = None
     """Factor of the token's loss; set if the step does not average over all its tokens."""
     own: Mapping[str, torch.Tensor] = field(default_factory=dict)

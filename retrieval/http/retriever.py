@@ -69,6 +69,7 @@ class HttpOptions(Section):
     token_env: str = ""
     """Name of the environment variable with the bearer token; empty: no token is sent."""
     max_queries_per_request: int = Field(256, ge=1)
+    """Limit of the queries in one request; more are sent in several."""
     max_concurrent_requests: int = Field(8, ge=1)
     """Limit of concurrent requests of one searching process."""
     timeout_s: float = Field(30, gt=0)

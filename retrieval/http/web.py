@@ -57,6 +57,7 @@ class WebOptions(Section):
     """Options of ``retrieval.type=web``. A path such as ``web.results.0`` goes down into objects and lists."""
 
     url: str
+    """Address of the API, ``http://`` or ``https://``, without a key."""
     results_path: str = Field(min_length=1)
     """Path of the list of results in an answer."""
     method: Literal["GET", "POST"] = "GET"
@@ -68,6 +69,7 @@ class WebOptions(Section):
     params: dict[str, JsonValue] = Field(default_factory=dict)
     """Further parameters, the same in every request."""
     headers: dict[str, str] = Field(default_factory=dict)
+    """Further headers, the same in every request."""
     key_env: str = ""
     """Name of the environment variable with the key; empty: no key is sent."""
     key_header: str = ""
@@ -77,6 +79,7 @@ class WebOptions(Section):
     key_prefix: str = ""
     """Text before the key, such as ``"Bearer "``."""
     title_field: str = "title"
+    """Path of the title in a result; without it the title is empty."""
     text_field: str = "snippet"
     """Path of the text in a result; a result without it is dropped."""
     id_field: str = "link"
@@ -92,6 +95,7 @@ class WebOptions(Section):
     rate_per_s: float = Field(0, ge=0)
     """Requests per second of one searching process; 0 sets no limit."""
     max_concurrent_requests: int = Field(8, ge=1)
+    """Limit of concurrent requests of one searching process."""
     timeout_s: float = Field(30, gt=0)
     """Limit of one attempt, in seconds."""
     max_retries: int = Field(3, ge=0)
@@ -99,6 +103,7 @@ class WebOptions(Section):
     mode: Literal["live", "record", "replay"] = "live"
     """``record`` answers from disk, and requests and writes what is missing; ``replay`` never sends a request."""
     record_dir: str = ""
+    """Directory of the recorded answers, for ``record`` and ``replay``."""
 
 
 class WebRetriever:

@@ -1,1 +1,1 @@
-"""This process and the terminal around it: interrupts, imports, code of users, progress, commands to advise."""
+"""Process and terminal: interrupts, imports, code of users, progress bars, commands that messages advise."""
