@@ -266,8 +266,7 @@ class HttpServer:
         return is_same and scheme.lower() == "bearer"
 
     def _names_this_server(self, host: str) -> bool:
-        """Return whether a ``Host`` header names this server; an address does: no owner of a domain can point it
-        here."""
+        """Return whether a ``Host`` header names this server; an address does: no owner of a domain directs it here."""
         if (match := _HOST.fullmatch(host)) is None:
             return False
         name = (match[1] or match[2]).lower().rstrip(".")

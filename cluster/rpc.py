@@ -83,8 +83,7 @@ class RpcServer:
     def __init__(self) -> None:
         """Start the thread. No client can connect before ``open``."""
         self.address: RpcAddress | None = None
-        """Address; None before ``open``, or if this node's address cannot be listened at: then only Ray's calls
-        work."""
+        """Address; None before ``open``, or if this node's address cannot be bound: then only Ray's calls work."""
         self._methods: Mapping[str, Callable[..., Any]] = {}
         self._context = zmq.Context()
         self._router: zmq.Socket[bytes] | None = None

@@ -75,8 +75,7 @@ def load_demonstrations(
 ) -> tuple[LoadedTasks, Mapping[str, tuple[str, ...]]]:
     """Read a file of demonstrations that end with an answer: their tasks, and their turns by task id.
 
-    Queries inside ``<search>`` are read in ``query_format``; queries of tool calls are written in it, unless
-    ``keeps_calls``.
+    Queries in ``<search>`` are read in ``query_format``; those of tool calls are written in it, unless ``keeps_calls``.
 
     Raises:
         DataError: as for a task file; or a record is not in one of the formats.

@@ -243,8 +243,7 @@ class LearnerGroup:
     def load_state(self, folder: AnyFolder) -> None:
         """Continue from the state that ``begin_save`` wrote into a folder with any number of ranks.
 
-        Every rank reads all parts, one tensor at a time. Keep the files until another state is saved: a restart
-        reads them.
+        Every rank reads all parts, one tensor at a time. Keep the files until the next save: a restart reads them.
 
         Raises:
             DataError: a file is damaged, or its state belongs to another model.

@@ -30,8 +30,7 @@ class TokenColumns:
     """Number of the sequence, int64: the trajectory, or a row of it if its conversation was rewritten. All tokens of a
     sequence are in one micro-batch."""
     rollout_logprobs: torch.Tensor | None = None
-    """Log-prob, in nats, under the engine and the sampling temperature; None for demonstrations, which no engine
-    sampled."""
+    """Log-prob, in nats, under the engine and the sampling temperature; None for demonstrations (not sampled)."""
     old_logprobs: torch.Tensor | None = None
     """Denominator of the policy ratio: ``Trajectory.behaviour_logprobs`` if a trajectory has them (else NaN until
     ``Learner.fill_columns``). Otherwise it is the learner's log-prob at the start of the update if ``tis_clip`` or

@@ -66,8 +66,7 @@ class PolicyGradientLearner(Learner):
         )
 
     def correct_sampling(self, policy_loss_M: torch.Tensor, columns: TokenColumns) -> TokenLoss:
-        """Return the policy loss times the weights, per token and sequence, that correct for the engine; with
-        metrics."""
+        """Return the policy loss times the weights, per token and sequence, that correct for the engine; metrics."""
         tis_clip, correction = self.options.tis_clip, self.options.sequence_correction
         metrics: dict[str, torch.Tensor] = {}
         sequences = None

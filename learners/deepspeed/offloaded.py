@@ -19,8 +19,7 @@ BLOCK_BYTES = 2**28
 class Offloaded:
     """Tensors of one device that rest, and the host memory for them: page-locked for a GPU, and kept for the next time.
 
-    Taking and locking memory again would take longer than the copy. The path through page-locked memory has not been
-    run on a GPU.
+    Locking memory again would take longer than the copy. The path through page-locked memory has not run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:

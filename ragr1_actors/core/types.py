@@ -13,8 +13,7 @@ One trajectory, from question to gradient::
                                 ▼
                            Trajectory  ── siblings of one Task ──►  TrajectoryGroup
 
-Token ids are only appended. They are not decoded and encoded again, so the ids of a learner are the ids that the engine
-sampled.
+Token ids are only appended, not decoded and encoded again: the ids of a learner are the ids that the engine sampled.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ _RIGHT, _WRONG = "right", "wrong"
 
 @dataclass(frozen=True, slots=True)
 class TurnShape:
-    """Shape of a turn. The last turn of an attempt answers; an earlier one searches, or without queries is
-    malformed."""
+    """Shape of a turn. The last turn of an attempt answers; an earlier one searches, or is malformed (no queries)."""
 
     num_tokens: int
     num_queries: int = 0
