@@ -7,15 +7,16 @@
         digests.json      the files with their sizes and digests
         policy/           Hugging Face folder, with its own list
         adapter/          of a run with ``learners.lora``: the adapters alone, with their own list
-        learner.safetensors, learner_1.safetensors, ...   weights, optimizer and schedule, a part from each learner rank
+        learner.safetensors, learner_1.safetensors, ...   weights, optimizer and schedule, a part per learner rank;
+                          the names of the tensors are those of ``Learner.get_parts``
         state.json        ``RunState``: how far the run was, the books of its tasks, what its guard has seen
         score.json        only with checkpointing.best_metric: the policy's score on the held-out tasks
       step_20/
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
       .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
-At a URI they are objects, see ``whole_folders.py``. Nothing is pickled: loading a checkpoint from another source cannot
-run code.
+After SFT a run also needs ``policy_sft``, beside ``checkpoints``. At a URI they are objects, see ``whole_folders.py``.
+Nothing is pickled: loading a checkpoint from another source cannot run code.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class TaskLedgerState(_Stored):
     a finished group. A resumed run samples them again."""
     counts: TaskCounts
     stats: str
-    """Stats of the tasks, packed by ``pack_stats`` of ``training/task_stats.py``."""
+    """Stats of the tasks, packed by ``pack_stats`` of ``envs/tasks/task_stats.py``."""
     failed_tasks: list[FailedTask]
 
 
