@@ -18,7 +18,7 @@ from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
-from ragr1_actors.rollout.rollout_fleets import TaskRound
+from ragr1_actors.rollout.rollout_fleets import SampledTasks
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.batch_metrics import mean_lag
 from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector
@@ -95,7 +95,7 @@ def test_an_evaluation_beside_training_gets_its_own_groups_and_all_sampled_token
     training = AlgorithmConfig().training(train_batch_size=BATCH, group_size=2)
     collector = BatchCollector(training.freeze(), [Task(f"t/{n}", "?", ("a",)) for n in range(100)], fleet)
     requests = [GroupRequest(f"e/{number}", TASK) for number in range(6)]
-    evaluation = TaskRound(fleet, requests, lambda group: None, num_tries=1, max_unfinished=4, is_urgent=True)
+    evaluation = SampledTasks(fleet, requests, lambda group: None, num_tries=1, max_unfinished=4, is_urgent=True)
     collector.evaluate_beside(evaluation)
     batch = collector.next_batch(0)
     assert [group.request.issue_id for group in batch] == [f"{group.request.task.task_id}#0" for group in batch]

@@ -285,17 +285,17 @@ def _texts(config: SamplerConfig, tasks: Sequence[Task], index_dir: Path | None)
         yield from (f" {passage.title}: {passage.text}" for passage in Corpus.open(index_dir))
 
 
-def draw_demonstrations(workspace: PreparedRun, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
+def draw_demonstrations(prepared: PreparedRun, count: int, seed: int) -> list[tuple[Task, tuple[str, ...]]]:
     """Draw ``count`` demonstrations, seeded. Tasks repeat if there are fewer, but not those of a teacher's file."""
     rng = random.Random(f"demonstrations {seed}")
     drawn: list[tuple[Task, tuple[str, ...]]] = []
-    tasks = workspace.demonstrated_tasks
-    count = min(count, len(tasks)) if workspace.is_taught else count
+    tasks = prepared.demonstrated_tasks
+    count = min(count, len(tasks)) if prepared.is_taught else count
     while len(drawn) < count:
         for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
             # each attempt has a unique id, since the same task may be demonstrated twice
             named = replace(task, task_id=f"{task.task_id}/demonstration{len(drawn)}")
-            drawn.append((named, tuple(workspace.demonstrate(task, rng))))
+            drawn.append((named, tuple(prepared.demonstrate(task, rng))))
     return drawn
 
 

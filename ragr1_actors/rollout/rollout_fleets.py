@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 OnGroup = Callable[[FinishedGroup], None]
 
 
-class TaskRound:
+class SampledTasks:
     """Tasks that are sampled once each, or again if a trajectory failed."""
 
     def __init__(
@@ -186,13 +186,13 @@ class RolloutFleets:
         Raises:
             FleetError: every task failed.
         """
-        sampling = self.sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=1.0)
+        sampling = self.begin_sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=1.0)
         while not sampling.is_done:
             for group in self.env_runners.collect():
                 sampling.take(group)
         return sampling.num_failed
 
-    def sampling(
+    def begin_sampling(
         self,
         tasks: Sequence[Task],
         num_trajectories: int,
@@ -201,8 +201,8 @@ class RolloutFleets:
         *,
         is_urgent: bool,
         progress: float,
-    ) -> TaskRound:
-        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``TaskRound.take``.
+    ) -> SampledTasks:
+        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``SampledTasks.take``.
 
         With ``is_urgent`` the tasks go before the requests that wait for a runner.
         """
@@ -210,7 +210,7 @@ class RolloutFleets:
         num_tries = 1 + self._config.debugging.fault_tolerance.max_task_retries
         room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
         context = RewardContext("eval", progress)
-        return TaskRound(
+        return SampledTasks(
             self.env_runners,
             [GroupRequest(task.task_id, task, num_trajectories, temperature, context=context) for task in tasks],
             on_group,

@@ -1,4 +1,4 @@
-"""Algorithm: the trainer, which drives a ``RolloutFleets`` and a ``LearnerGroup`` over a prepared ``PreparedRun``.
+"""Algorithm: the trainer, which drives a ``RolloutFleets`` and a ``LearnerGroup`` over a ``PreparedRun``.
 
 One ``train()``::
 
@@ -55,7 +55,7 @@ from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets, TaskRound
+from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets, SampledTasks
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver, checkpoint_name, read_state
 from ragr1_actors.runs.layout import INDEX, SFT_POLICY
@@ -92,21 +92,21 @@ class Algorithm:
         self,
         config: RunConfig,
         store: RunStore,
-        workspace: PreparedRun,
+        prepared: PreparedRun,
         policy: AnyFolder,
-        sampler: RolloutFleets,
+        fleets: RolloutFleets,
         learners: LearnerGroup,
         placement: Placement,
         held: HeldBlock = nullcontext,
     ) -> None:
         """Take fleets that were started; ``start`` starts them.
 
-        ``policy`` is ``workspace.policy_dir`` in the form for actors. ``held`` holds interrupts back while learner and
+        ``policy`` is ``prepared.policy_dir`` in the form for actors. ``held`` holds interrupts back while learner and
         task ledger are between two states.
         """
         self.config = config
         self.store = store
-        self.workspace = workspace
+        self.prepared = prepared
         self.sft_step = 0
         self.num_decisions: Counter[str] = Counter()
         self.iteration = self.policy_version = 0
@@ -122,17 +122,17 @@ class Algorithm:
         self._sft_policy: AnyFolder | None = None  # once stage 1 has ended
         checkpointing = config.checkpointing
         self._checkpoints = Checkpoints(store, checkpointing.num_to_keep, checkpointing.best_metric)
-        self._sampler = sampler
-        self._env_runners = sampler.env_runners
-        self._fleet = training_fleet(config, self._env_runners)
+        self._fleets = fleets
+        self._env_runners = fleets.env_runners
+        self._group_fleet = training_fleet(config, self._env_runners)
         self._beside: tuple[str, Callable[[EvalResult], None]] | None = None  # of the evaluation: its name, who hears
-        self._collector = BatchCollector(config, workspace.train_tasks, self._fleet)
+        self._collector = BatchCollector(config, prepared.train_tasks, self._group_fleet)
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._checkpoints, learners)
-        self._transport = WeightSync(config, learners, self._env_runners)
-        self.fleets = FleetController(
-            config, sampler, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
+        self._weight_sync = WeightSync(config, learners, self._env_runners)
+        self.controller = FleetController(
+            config, fleets, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
         self._env_runners.on_wait = partial(self._while_waiting, learners_are_busy=False)
         learners.on_wait = partial(self._while_waiting, learners_are_busy=True)
@@ -150,7 +150,7 @@ class Algorithm:
 
     @classmethod
     def start(
-        cls, config: RunConfig, run_dir: str | Path | RunStore, workspace: PreparedRun, held: HeldBlock = nullcontext
+        cls, config: RunConfig, run_dir: str | Path | RunStore, prepared: PreparedRun, held: HeldBlock = nullcontext
     ) -> Self:
         """Start the fleets over prepared data, and wait until they are ready. Ray is initialised if any has actors.
 
@@ -159,24 +159,24 @@ class Algorithm:
             FleetError: a fleet did not start.
         """
         store = find_store(run_dir)
-        policy = store.share(workspace.policy_dir)
-        if workspace.index_dir is not None and config.retrieval.num_retrievers:
-            store.share(workspace.index_dir, INDEX)
+        policy = store.share(prepared.policy_dir)
+        if prepared.index_dir is not None and config.retrieval.num_retrievers:
+            store.share(prepared.index_dir, INDEX)
         with ExitStack() as started:
-            placement = Placement(config, has_index=workspace.index_dir is not None)
+            placement = Placement(config, has_index=prepared.index_dir is not None)
             started.callback(placement.remove)
-            sampler = RolloutFleets(config, policy, workspace.index_dir, placement, store.share)
-            started.callback(sampler.stop)
+            fleets = RolloutFleets(config, policy, prepared.index_dir, placement, store.share)
+            started.callback(fleets.stop)
             learners = LearnerGroup(config, placement.learner_options, placement.spare_cpus)
             started.callback(learners.stop)
-            algorithm = cls(config, store, workspace, policy, sampler, learners, placement, held)
+            algorithm = cls(config, store, prepared, policy, fleets, learners, placement, held)
             started.pop_all()  # ``algorithm.stop`` ends them from now on
         try:
-            if algorithm._transport.shares_devices:  # an engine takes the memory that is free when it starts
-                sampler.env_runners.wait_until_ready()
+            if algorithm._weight_sync.shares_devices:  # an engine takes the memory that is free when it starts
+                fleets.env_runners.wait_until_ready()
             if algorithm._checkpoints.latest() is None:  # else ``restore`` builds the learner
                 algorithm._build_learner(algorithm._next_learner(), policy)
-            sampler.wait_until_ready()
+            fleets.wait_until_ready()
             if store.remote is None:
                 algorithm._check_run_dir()
         except BaseException:
@@ -216,12 +216,12 @@ class Algorithm:
         if self.is_pretrained:
             return
         settings = self.config.sft
-        scripts = draw_demonstrations(self.workspace, settings.num_demonstrations, self.config.debugging.seed)
-        played = self._sampler.play_scripts(scripts)
+        scripts = draw_demonstrations(self.prepared, settings.num_demonstrations, self.config.debugging.seed)
+        played = self._fleets.play_scripts(scripts)
         groups, self.num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
         if self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, "demonstrations", [groups_to_record_batch(played)])
-        self._transport.make_room()
+        self._weight_sync.make_room()
         self._build_learner("sft", self._first_policy)
         for step, batch in enumerate(self._demonstration_batches(groups)):
             if step == settings.num_steps:
@@ -271,18 +271,18 @@ class Algorithm:
             self._saver.commit_if_written()
         self._build_learner(training.algorithm, self._stage_policy)
         self._collector.num_iterations_done = self.iteration
-        with self.fleets.learner.waits():
+        with self.controller.learner.waits():
             find_lost = self._learners.find_lost
             batch = self._collector.next_batch(self.policy_version, find_lost)
             self._finish_evaluation()
-        self.fleets.learner.num_stale += self._collector.num_stale
+        self.controller.learner.num_stale += self._collector.num_stale
         sampled = time.perf_counter()
         if training.max_policy_lag:
             self._collector.keep_busy(while_learning=True)
         lag = mean_lag(batch, self.policy_version)
         # Learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
-        with self._held(), self.fleets.learner.works():
-            self._transport.make_room()
+        with self._held(), self.controller.learner.works():
+            self._weight_sync.make_room()
             learner_metrics, self.histograms = take_histograms(self._learners.update([group.batch for group in batch]))
             learned = time.perf_counter()
             set_aside = self._collector.trained(batch)
@@ -294,12 +294,12 @@ class Algorithm:
             metrics = {
                 **rollout_metrics(batch + set_aside),
                 **{f"learner/{name}": value for name, value in learner_metrics.items()},
-                **self._sampler.metrics(),
-                **self.fleets.metrics(),
+                **self._fleets.metrics(),
+                **self.controller.metrics(),
                 "loop/policy_lag": lag,
                 "loop/set_aside_groups": float(len(set_aside)),
                 "loop/policy_version": float(self.policy_version),
-                "loop/weight_fallbacks": float(self._transport.num_fallbacks),
+                "loop/weight_fallbacks": float(self._weight_sync.num_fallbacks),
                 "loop/learner_restarts": float(self._learners.num_restarts),
                 **self._collector.metrics(),
                 SAMPLED_TOKENS: float(self._collector.num_sampled_tokens - num_sampled_before),
@@ -333,14 +333,14 @@ class Algorithm:
     def _while_waiting(self, *, learners_are_busy: bool) -> None:
         """Look after the fleets while the driver waits for samples or learners."""
         if not learners_are_busy:
-            self._transport.catch_up()
-        elif not self._transport.shares_devices:  # else the runners sleep
+            self._weight_sync.catch_up()
+        elif not self._weight_sync.shares_devices:  # else the runners sleep
             self._env_runners.poll()
-        self.fleets.tick()
+        self.controller.tick()
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
-            with self._held(), self._transport.room():  # in between there is no learner to save
+            with self._held(), self._weight_sync.room():  # in between there is no learner to save
                 self._saver.finish()
                 self._learners.build(name, policy)
                 self._learner_name = name
@@ -349,7 +349,7 @@ class Algorithm:
         self.policy_version += 1
         if self.config.env_runners.in_flight == "finish":
             self._env_runners.finish_in_flight()
-        self._transport.publish(self.policy_version)
+        self._weight_sync.publish(self.policy_version)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
@@ -360,14 +360,14 @@ class Algorithm:
         failed. The trajectories are kept as ``trajectories/eval_<name>.arrow``, if the run keeps any. ``on_task`` is
         called with the numbers of finished tasks and of all tasks.
         """
-        num_done, num_tasks = 0, len(self.workspace.eval_tasks)
+        num_done, num_tasks = 0, len(self.prepared.eval_tasks)
 
         def on_group(group: FinishedGroup) -> None:
             nonlocal num_done
             num_done += not group.summary.num_failed
             on_task(num_done, num_tasks)
 
-        with self.fleets.learner.waits():
+        with self.controller.learner.waits():
             self._finish_evaluation()
             self._collector.evaluate_beside(self._begin_evaluation(on_group, is_urgent=False))
             return self._keep_evaluation(name, self._collector.finish_evaluation())
@@ -386,9 +386,9 @@ class Algorithm:
         self._collector.evaluate_beside(self._begin_evaluation(lambda group: None, is_urgent=True))
         self._beside = name, on_result
 
-    def _begin_evaluation(self, on_group: OnGroup, *, is_urgent: bool) -> TaskRound:
-        tasks, progress = self.workspace.eval_tasks, self._progress
-        return self._sampler.sampling(tasks, 1, 0.0, on_group, is_urgent=is_urgent, progress=progress)
+    def _begin_evaluation(self, on_group: OnGroup, *, is_urgent: bool) -> SampledTasks:
+        tasks, progress = self.prepared.eval_tasks, self._progress
+        return self._fleets.begin_sampling(tasks, 1, 0.0, on_group, is_urgent=is_urgent, progress=progress)
 
     def _finish_evaluation(self) -> None:
         """Wait until the evaluation beside training is done, if there is one, and tell its result."""
@@ -397,7 +397,7 @@ class Algorithm:
             name, on_result = beside
             on_result(self._keep_evaluation(name, self._collector.finish_evaluation()))
 
-    def _keep_evaluation(self, name: str, evaluation: TaskRound | None) -> EvalResult:
+    def _keep_evaluation(self, name: str, evaluation: SampledTasks | None) -> EvalResult:
         assert evaluation is not None
         groups = evaluation.groups
         if name and self.config.checkpointing.keep_trajectories:
@@ -416,7 +416,7 @@ class Algorithm:
 
     def measure_recall(self) -> dict[str, float]:
         """Return ``{"recall@3": 0.61, ...}`` for the evaluation questions; empty if their evidence is unknown."""
-        return self._sampler.measure_recall(self.workspace.eval_tasks)
+        return self._fleets.measure_recall(self.prepared.eval_tasks)
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -442,7 +442,7 @@ class Algorithm:
         }
         with self._held():
             self._finish_keeping()
-            with self._transport.room():
+            with self._weight_sync.room():
                 self._saver.begin(self.iteration, state, score)
             if wait:
                 self._saver.finish()
@@ -474,7 +474,7 @@ class Algorithm:
             self._collector.drop_in_flight()
             self._beside = None
             num_failed = self._collector.num_failed
-            self._collector = BatchCollector(self.config, self.workspace.train_tasks, self._fleet)
+            self._collector = BatchCollector(self.config, self.prepared.train_tasks, self._group_fleet)
             self._collector.num_failed = num_failed
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint, self.policy_version)
@@ -488,7 +488,7 @@ class Algorithm:
         self._collector.tasks.set_state(state.sampler.model_dump())
         self._sft_policy = self.store.find(SFT_POLICY)
         warn_of_unlisted(checkpoint, *([self._sft_policy] if self._sft_policy is not None else []))
-        self._transport.make_room()
+        self._weight_sync.make_room()
         learner = self._next_learner()
         try:
             if learner == "sft" and state.learner not in ("", "sft"):
@@ -539,7 +539,7 @@ class Algorithm:
             if not self._learners.is_stopped:
                 self._saver.finish()
         finally:
-            self._sampler.stop()
+            self._fleets.stop()
             self._learners.stop()
             self._placement.remove()
 

@@ -22,7 +22,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
-from ragr1_actors.rollout.rollout_fleets import TaskRound
+from ragr1_actors.rollout.rollout_fleets import SampledTasks
 from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class BatchCollector:
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._fault_tolerance = config.debugging.fault_tolerance
         self._policy_version = 0
-        self._evaluation: TaskRound | None = None
+        self._evaluation: SampledTasks | None = None
         self.num_iterations_done = 0
         """Number of finished RL iterations, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
@@ -217,11 +217,11 @@ class BatchCollector:
             if self._evaluation is None or not self._evaluation.take(group):
                 self._route_finished(group)
 
-    def evaluate_beside(self, evaluation: TaskRound) -> None:
+    def evaluate_beside(self, evaluation: SampledTasks) -> None:
         """Collect the groups of an evaluation, which has begun, beside those for training."""
         self._evaluation = evaluation
 
-    def finish_evaluation(self) -> TaskRound | None:
+    def finish_evaluation(self) -> SampledTasks | None:
         """Wait until the evaluation is done and return it; None if there is none."""
         evaluation = self._evaluation
         while evaluation is not None and not evaluation.is_done:

@@ -133,7 +133,7 @@ class TrainingRun:
             with self._console.status("fetching what was made"):
                 for made in (INDEX, POLICY):
                     self._store.bring(made)
-            workspace = prepare(self._config, self._run_dir)  # the build of an index shows its bars
+            prepared = prepare(self._config, self._run_dir)  # the build of an index shows its bars
             append_start(self._run_dir, this_start(self._words))
             export = stack.enter_context(closing(GaugeExport(self._run_dir.name)))
             changes = self._config.changes()
@@ -142,7 +142,7 @@ class TrainingRun:
             before_start = time.monotonic()
             with elapsed_time(self._console, describe_loading(self._config), in_logs=True):
                 self._held = interrupts.held
-                algorithm = Algorithm.start(self._config, self._store, workspace, self._held)
+                algorithm = Algorithm.start(self._config, self._store, prepared, self._held)
             self._console.print(f"actors loaded in {time.monotonic() - before_start:.1f} s", highlight=False)
             with self._page_of_early_end(lambda: self._report(algorithm, memory.peak_bytes)):
                 try:
@@ -151,7 +151,7 @@ class TrainingRun:
                         self._restore(algorithm)
                     recall = algorithm.measure_recall()
                     try:
-                        self._describe(workspace, recall)
+                        self._describe(prepared, recall)
                         self._run_stages(algorithm, logger)
                     except KeyboardInterrupt:
                         interrupts.acknowledge()
@@ -243,12 +243,12 @@ class TrainingRun:
     def _wall_s(self) -> float:
         return self._wall_before_s + time.monotonic() - self._started
 
-    def _describe(self, workspace: PreparedRun, recall: dict[str, float]) -> None:
-        for note in workspace.notes:
+    def _describe(self, prepared: PreparedRun, recall: dict[str, float]) -> None:
+        for note in prepared.notes:
             self._console.print(note, markup=False)  # a shape such as "text": [paragraph, ...] is not markup
         shares = ", ".join(f"{name} {value:.2f}" for name, value in recall.items())
         self._console.print(
-            f"{len(workspace.train_tasks):,} training tasks, {len(workspace.eval_tasks):,} held out"
+            f"{len(prepared.train_tasks):,} training tasks, {len(prepared.eval_tasks):,} held out"
             + (f"; the question as query finds the evidence with {shares}" if shares else "")
         )
 
@@ -418,7 +418,7 @@ class TrainingRun:
 
     def _decisions(self, algorithm: Algorithm) -> list[ScalingDecision]:
         """Return and print the sizes that the fleets got since the last call."""
-        taken = algorithm.fleets.take_decisions()
+        taken = algorithm.controller.take_decisions()
         for decision in taken:
             self._console.print(str(decision), highlight=False, markup=False)
         return taken
