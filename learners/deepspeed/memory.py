@@ -193,7 +193,7 @@ def kept_parts(parts: Parts) -> Parts:
 
 
 def _tokens_of_a_step(config: RunConfig) -> int:
-    """Return the largest number of tokens of one rank in one optimizer step: no row is longer, whatever its budget."""
+    """Return the largest number of tokens of one rank in one optimizer step, which no row exceeds."""
     training, num_ranks = config.training, max(1, config.learners.num_learners)
     num_trajectories = training.train_batch_size * training.group_size
     return -(-num_trajectories // (training.num_minibatches * num_ranks)) * config.env_runners.max_context_tokens

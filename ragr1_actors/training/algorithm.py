@@ -125,7 +125,7 @@ class Algorithm:
         self._fleets = fleets
         self._env_runners = fleets.env_runners
         self._group_fleet = training_fleet(config, self._env_runners)
-        self._beside: tuple[str, Callable[[EvalResult], None]] | None = None  # of the evaluation: its name, who hears
+        self._beside: tuple[str, Callable[[EvalResult], None]] | None = None  # name, and callback of the result
         self._collector = BatchCollector(config, prepared.train_tasks, self._group_fleet)
         self._learners = learners
         self._placement = placement
@@ -379,8 +379,8 @@ class Algorithm:
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
         """Begin an evaluation and return: its tasks are answered while the next ``train`` samples its batch.
 
-        That ``train`` calls ``on_result`` before it learns, so all answers are from the current policy version. An
-        evaluation that begins earlier does so too.
+        That ``train`` calls ``on_result`` before it learns, so all answers are from the current policy version. Another
+        evaluation that begins before that calls it, too.
         """
         self._finish_evaluation()
         self._collector.evaluate_beside(self._begin_evaluation(lambda group: None, is_urgent=True))

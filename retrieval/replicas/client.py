@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 Vector = NDArray[np.float32]
 _OPEN = 0
-"""Stands in the place of ``k`` for a request to open pages; its queries are titles."""
+"""Value of ``k`` that marks a request to open pages, whose queries are titles."""
 
 
 class RetrieverClient:

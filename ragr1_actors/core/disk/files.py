@@ -74,7 +74,7 @@ def write_file(final: Path, write: Callable[[Path], object]) -> None:
 def publish(writing: Path, final: Path, *, is_on_disk: bool = False) -> Path:
     """Give a whole file or folder its final name, and return it; a file, or an empty folder, of that name is replaced.
 
-    Nobody sees the name before the content is on disk; with ``is_on_disk`` that is not waited for.
+    The name appears after the content is on disk; ``is_on_disk`` says that it is there already, or need not be.
     """
     if not is_on_disk:
         sync_tree(writing)

@@ -85,7 +85,7 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     problems = {
         "missing": found["missing_keys"],
         "of another shape": {name for name, *_ in found["mismatched_keys"]},
-        # of a module that the model has: a published model may have more modules, such as heads for other tasks
+        # the module belongs to this model: a published model may have more modules, such as heads for other tasks
         "too many": {name for name in found["unexpected_keys"] if name.rpartition(".")[0] in modules},
     }
     for problem, names in problems.items():

@@ -181,7 +181,7 @@ def make_part(source: Source, is_stopped: Callable[[], bool]) -> IndexedFile | N
 
 
 def keep_part(path: Path, part: IndexedFile) -> IndexedFile:
-    """Write a part, replace whatever is there, and return it mapped; ``OSError`` if it cannot be written."""
+    """Write a part, replace an existing one, and return it mapped; ``OSError`` if it cannot be written."""
 
     def write(writing: Path) -> None:
         buffer = pa.BufferOutputStream()
