@@ -84,7 +84,7 @@ FIRST_ANSWER_S = 600.0
 REPEATED_CALLS = ("update", "begin_save")
 """Calls that change a learner or its files: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
-"""Seconds between two calls of ``LearnerGroup.on_wait``."""
+"""Seconds between two looks at the ranks during a call."""
 
 _HEALTH = "health"
 """Ray's concurrency group for the pulses."""
@@ -122,8 +122,6 @@ class LearnerGroup:
         self._fault_tolerance = config.debugging.fault_tolerance
         self.num_restarts = 0
         """Number of restarts of the group, at most ``max_learner_restarts``."""
-        self.on_wait: Callable[[], None] = lambda: None
-        """Callback that runs about once a second while ``update`` waits for actors."""
         self._local: LearnerWorker | None = None
         hang_timeout_s = self._fault_tolerance.hang_timeout_s
         self._fleet = Fleet[Progress]("learner rank", self._start_rank, _ask, hang_timeout_s, is_gang=True)
@@ -363,8 +361,6 @@ class LearnerGroup:
         while pending:
             done, pending = ray.wait(pending, timeout=WAIT_INTERVAL_S)
             if not done:
-                if is_update:
-                    self.on_wait()
                 self._find_stuck(time.monotonic() - began, is_update=is_update)
                 continue
             try:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from learners.learner import Learner
     from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.core.process.driver_loop import DriverLoop
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -172,3 +173,13 @@ def build(tmp_path: Path) -> Iterator[Callable[..., Learner]]:
     yield build
     for learner in made:
         learner.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[DriverLoop]:
+    """An event loop as the driver's."""
+    from ragr1_actors.core.process.driver_loop import DriverLoop
+
+    driver = DriverLoop()
+    yield driver
+    driver.close()

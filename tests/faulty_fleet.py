@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -86,20 +86,22 @@ class FaultyRunners(SimulatedRunners):
 
     weather: Weather
     on_step: Callable[[], None] = staticmethod(lambda: None)
-    """Called at every call of the fleet by the collector."""
+    """Called when a group was sampled."""
     on_submit: Callable[[GroupRequest], None] = staticmethod(lambda request: None)
+    """Called when a group is asked for."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._hung: set[Any] = set()
 
-    def submit(self, request: GroupRequest) -> None:
+    def sample(self, request: GroupRequest) -> Coroutine[Any, Any, FinishedGroup]:
         self.on_submit(request)
-        super().submit(request)
+        return self._sample_watched(request)
 
-    def collect(self) -> list[FinishedGroup]:
+    async def _sample_watched(self, request: GroupRequest) -> FinishedGroup:
+        group = await super().sample(request)
         self.on_step()
-        return super().collect()
+        return group
 
     def resume(self) -> None:
         super().resume()
@@ -121,11 +123,9 @@ class FaultyRunners(SimulatedRunners):
     def _kill(self, runner: Any) -> None:
         if runner not in self._runners:
             return
-        for task, (owner, request) in list(self._tasks.items()):
-            if owner is runner and not task.done():
+        for task, owner in self._runner_of.items():
+            if owner is runner:
                 task.cancel()
-                self._num_in_flight -= 1
-                self._pending.appendleft(request)
         self._hung.discard(runner)
         self._runners.remove(runner)
         self._retrievers.forget(runner.number)

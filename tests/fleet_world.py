@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
@@ -17,11 +19,43 @@ def request(index: int, **changes: Any) -> GroupRequest:
     return GroupRequest(f"{task.task_id}#0", task, 2, **{"temperature": 1.0, **changes})
 
 
+_asked: WeakKeyDictionary[EnvRunnerGroup, list[asyncio.Task[FinishedGroup]]] = WeakKeyDictionary()
+
+
+def submit(fleet: EnvRunnerGroup, *requests: GroupRequest) -> None:
+    """Ask for groups, which go to runners that have room."""
+    _asked.setdefault(fleet, []).extend(fleet.loop.begin(fleet.sample(one)) for one in requests)
+    look(fleet)
+
+
+def look(fleet: EnvRunnerGroup) -> None:
+    """Let the fleet look after its runners, and read what has ended."""
+    fleet.loop.run(asyncio.sleep(0))
+
+
+def num_unfinished(fleet: EnvRunnerGroup) -> int:
+    """Return the number of groups that were asked for and not collected."""
+    return len(_asked.get(fleet, []))
+
+
+def collect(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
+    """Wait until a group is finished, and return all finished groups."""
+
+    async def wait(tasks: list[asyncio.Task[FinishedGroup]]) -> None:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    tasks = _asked.pop(fleet)
+    fleet.loop.run(wait(tasks))
+    if left := [task for task in tasks if not task.done()]:
+        _asked[fleet] = left
+    return [task.result() for task in tasks if task.done()]
+
+
 def drain(fleet: EnvRunnerGroup) -> list[FinishedGroup]:
-    """Collect all groups that were submitted."""
+    """Collect all groups that were asked for."""
     finished: list[FinishedGroup] = []
-    while fleet.num_unfinished:
-        finished += fleet.collect()
+    while num_unfinished(fleet):
+        finished += collect(fleet)
     return finished
 
 
@@ -35,5 +69,5 @@ def wait_until_healed(fleet: EnvRunnerGroup, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while fleet.num_healthy < 2:
         assert time.monotonic() < deadline, "the runner did not come back"
-        fleet.submit(request(0))
+        submit(fleet, request(0))
         drain(fleet)

@@ -86,7 +86,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     script = """
     from cluster.placement import draining_nodes
     from fakes import OnePassage
-    from fleet_world import drain as collect_all, request
+    from fleet_world import drain as collect_all, request, submit
     from test_rollout_scaling import make_config
     from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
     from retrieval.replicas.actor import RpcActor
@@ -101,7 +101,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     retrievers.fleet.wait_until_up(500)
     until(lambda: retrievers.state().num_running == 1)
     before = find_actors(retrievers.name)
-    runners.submit(request(0))
+    submit(runners, request(0))
     second = cluster.add_node(num_cpus=1, **store)
     drain(first.node_id)
     until(lambda: draining_nodes() == {first.node_id})
@@ -110,7 +110,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     assert find_actors(retrievers.name) == before  # until there is another
     runners.scale_to(1)
     retrievers.scale_to(1)
-    runners.submit(request(1))
+    submit(runners, request(1))
     tell(sorted(one.request.issue_id for one in collect_all(runners)))
     assert runners.fleet.drain_nodes({second.node_id}) == 1
     until(lambda: retrievers.state().num_running == 1 and len(find_actors(retrievers.name)) == 1)

@@ -32,6 +32,7 @@ from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
+from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.service_settings import McpServer
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.preflight import check_classes
@@ -324,10 +325,10 @@ async def test_a_process_that_is_killed_leaves_no_server_behind(number: int) -> 
 def test_a_runner_that_is_closed_leaves_no_server_behind(tokenizer: PolicyTokenizer) -> None:
     config = check_services(config_of({"command": BY_HAND}))
     runner = runner_of(config, tokenizer, {"t0/0": [WRITE([call("pid")]), "Riga"]})
-    loop = asyncio.new_event_loop()
-    process = int(results(loop.run_until_complete(play(runner)))[0])
+    loop = DriverLoop()
+    process = int(results(loop.run(play(runner)))[0])
     assert alive(process)
-    runner.close(loop)
+    loop.close(runner.close())
     assert not alive(process)
 
 

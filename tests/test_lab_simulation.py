@@ -243,20 +243,26 @@ def test_littles_law_holds() -> None:
     config, num_in_flight, num_trajectories = configured(), 20, 400
     workload = DrawnWorkload(config)
     pace = replace(FAST, engine=EnginePace(0.005, 0.002), search=SearchPace(partial(batch_s, 0.3, 0.01)))
-    waiting = [GroupRequest(f"{number}#0", made_up_task(number), 1, 1.0) for number in range(num_trajectories)]
+    requests = [GroupRequest(f"{number}#0", made_up_task(number), 1, 1.0) for number in range(num_trajectories)]
     seconds: list[float] = []
+    rates: list[float] = []
     with closing(VirtualLoop()) as loop:
         retrievers = SimulatedRetrievers(loop, config, pace, workload, 2)
         fleet = SimulatedRunners(loop, config, pace, workload, retrievers, lambda time_s: 1.0)
         fleet.scale_to(4, 0.0)
-        while waiting:
-            while waiting and fleet.num_unfinished < num_in_flight:
-                fleet.submit(waiting.pop())
-            seconds += [sum(group.summary.means.get(name, 0.0) for name in TIMES) for group in fleet.collect()]
-        rate = len(seconds) / loop.time()
-        while fleet.num_unfinished:
-            fleet.collect()
-    assert rate * fsum(seconds) / len(seconds) == pytest.approx(num_in_flight, rel=0.1)
+
+        async def ask() -> None:
+            """Ask for one group after the other."""
+            while requests:
+                group = await fleet.sample(requests.pop())
+                seconds.append(sum(group.summary.means.get(name, 0.0) for name in TIMES))
+            rates.append(len(seconds) / loop.time())
+
+        async def ask_all() -> None:
+            await asyncio.gather(*(ask() for _ in range(num_in_flight)))
+
+        loop.run_until_complete(ask_all())
+    assert rates[0] * fsum(seconds) / len(seconds) == pytest.approx(num_in_flight, rel=0.1)
 
 
 # -- times of a run ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_rollout_weight_sync
 from fakes import OnePassage
-from fleet_world import drain, pids, request, wait_until_healed
+from fleet_world import drain, look, pids, request, submit, wait_until_healed
 from small_world import SHORT, make_files
 from small_world import make_config as make_run_config
 from test_rollout_weight_sync import apply_to_the_first, make_sync, read
@@ -72,11 +72,11 @@ class Setup:
     def iterate(self) -> dict[str, float]:
         """Sample, learn and publish, as ``Algorithm.train`` does; check that engines pause for the learners."""
         for index in range(4):
-            self.fleet.submit(request(index))
+            submit(self.fleet, request(index))
         batch = drain(self.fleet)
         assert {one.summary.oldest_version for one in batch} == {self.version}
         self.transport.make_room()
-        self.fleet.submit(request(9))  # a request that comes too early waits
+        submit(self.fleet, request(9))  # a request that comes too early waits
         metrics = self.learners.update([one.batch for one in batch])
         self.version += 1
         self.transport.publish(self.version)
@@ -134,7 +134,7 @@ def test_learners_and_engines_take_turns_and_learners_wait_for_an_engine_that_lo
         while not fleet.admissions:
             assert time.monotonic() < deadline, "the runner was not called again"
             setup.transport.catch_up()
-            fleet.poll()
+            look(fleet)
             time.sleep(0.05)
         setup.transport.make_room()
         assert not fleet.admissions
@@ -178,7 +178,7 @@ def test_they_take_turns_through_deaths(by_value: ModuleType, tmp_path: Path, ca
 
         pid = pids(setup.fleet)[1]
         for index in range(12):
-            setup.fleet.submit(request(index))
+            submit(setup.fleet, request(index))
         os.kill(pid, signal.SIGKILL)  # while the engines have the devices
         assert {one.summary.oldest_version for one in drain(setup.fleet)} == {setup.version}
         wait_until_healed(setup.fleet)
@@ -245,7 +245,7 @@ def test_a_runner_whose_engine_does_not_load_again_is_left_out(
     deadline = time.monotonic() + 600
     while not fleet.metrics()["num_lost"]:
         assert time.monotonic() < deadline, fleet.metrics()
-        fleet.submit(request(0))
+        submit(fleet, request(0))
         assert len(drain(fleet)) == 1
     assert fleet.num_healthy == 1
     assert "env runner 0 did not start again" in caplog.text and "1 of 2 go on" in caplog.text
@@ -288,7 +288,7 @@ def test_a_runner_and_its_learner_rank_have_one_gpu_also_after_a_restart(by_valu
         assert by_value.available_resources().get("GPU", 0) == 0, "no other actor may have a part of them"
         runner, rank = pids(fleet)[0], learners.foreach_learner(lambda learner: os.getpid())[0]
         for index in range(4):
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         os.kill(runner, signal.SIGKILL)
         os.kill(rank, signal.SIGKILL)
         drain(fleet)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fakes import OnePassage
-from fleet_world import drain, pids, request, wait_until_healed
+from fleet_world import collect, drain, look, num_unfinished, pids, request, submit, wait_until_healed
 from ray._private.state import state
 from ray.experimental.internal_kv import _internal_kv_get
 from small_world import wait_for
@@ -104,8 +104,8 @@ async def test_the_trajectories_of_a_group_are_sampled_at_the_same_time(policy_d
 
 
 def test_groups_come_back_as_record_batches_with_their_summary(ray_local: ModuleType, group: EnvRunnerGroup) -> None:
-    group.submit(request(0))
-    group.submit(request(1))
+    submit(group, request(0))
+    submit(group, request(1))
     by_id = {finished.request.issue_id: finished for finished in drain(group)}
     assert len(by_id) == 2
     assert by_id["t/0#0"].summary.means["tokens"] > 0
@@ -122,12 +122,12 @@ def test_a_killed_runners_groups_are_sampled_elsewhere_and_none_twice(
     num_restarts = group.fleet.num_restarts
     pid = pids(group)[0]
     for index in range(20):
-        group.submit(request(index))
+        submit(group, request(index))
     finished = drain(group)
     os.kill(pid, signal.SIGSTOP)  # else it may be done with its groups before it is killed
     for index in range(20, 40):
-        group.submit(request(index))
-    finished += group.collect()
+        submit(group, request(index))
+    finished += collect(group)
     os.kill(pid, signal.SIGKILL)
     finished += drain(group)
     ids = [one.request.issue_id for one in finished]
@@ -144,7 +144,7 @@ def test_a_runner_that_comes_back_has_the_newest_weights(
     for pid in pids(group):
         os.kill(pid, signal.SIGKILL)
     for index in range(4):
-        group.submit(request(index))
+        submit(group, request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [5] * 4
     wait_until_healed(group)
 
@@ -167,23 +167,27 @@ def test_a_runner_that_dies_while_idle_has_the_newest_weights_before_it_counts(
     # no call is open, so none fails; the fleet asks only once Ray has restarted the actor with the weights of the start
     assert wait_for(lambda: other_process(ray_local, group.actors[0], before[0]), 600)
     for index in range(8):
-        group.submit(request(index))
+        submit(group, request(index))
     assert [one.summary.oldest_version for one in drain(group)] == [6] * 8
     assert group.fleet.num_restarts == num_restarts + 1
     wait_until_healed(group)
 
 
+def num_waiting(fleet: EnvRunnerGroup) -> float:
+    """Return the number of groups of two that wait for a runner."""
+    return fleet.state().queued / 2
+
+
 def test_what_is_in_flight_is_finished_before_new_weights_come(
     ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
 ) -> None:
-    for index in range(400):
-        group.submit(request(index))
-    group.finish_in_flight()
-    num_begun = group.num_finished
+    submit(group, *map(request, range(400)))
+    group.loop.run(group.finish_in_flight())
+    num_begun = 400 - num_waiting(group)
     assert 0 < num_begun < 400
     weights = {n: v.numpy() for n, v in AutoModelForCausalLM.from_pretrained(policy_dir).state_dict().items()}
     group.update_weights(ray_local.put(weights), version=7)
-    assert group.num_finished == num_begun
+    assert num_waiting(group) == 400 - num_begun
     versions = []
     for one in drain(group):
         (found,) = groups_from_record_batch(ray_local.get(one.batch))
@@ -217,13 +221,13 @@ def test_a_runner_that_hangs_is_replaced_and_holds_up_no_call_of_the_driver(
 
     def check_that_both_have(version: int) -> None:
         wait_until_healed(fleet)
-        fleet.submit(request(1))
-        fleet.submit(request(2))
+        submit(fleet, request(1))
+        submit(fleet, request(2))
         assert [one.summary.oldest_version for one in drain(fleet)] == [version] * 2
 
     stop_the_first()
     for index in range(8):
-        fleet.submit(request(index))
+        submit(fleet, request(index))
     assert len(drain(fleet)) == 8
     metrics = fleet.metrics()
     assert metrics["num_restarts"] == metrics["num_hangs"] >= 1
@@ -262,7 +266,7 @@ def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always
         assert fleet.fleet.num_hangs >= 1
 
         def polled() -> EnvRunnerGroup:
-            fleet.poll()
+            look(fleet)
             return fleet
 
         while (number := fleet.fleet.num_hangs) < 3:  # it finishes no group in between
@@ -270,7 +274,7 @@ def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always
             os.kill(pids(fleet)[0], signal.SIGSTOP)
             assert wait_for(lambda number=number: polled().fleet.num_hangs > number, 600)
         assert fleet.fleet.num_hangs == 3
-        fleet.submit(request(0))
+        submit(fleet, request(0))
         with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
             drain(fleet)
     finally:
@@ -285,13 +289,13 @@ def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=1e-9), policy_dir, OnePassage())
     fleet.wait_until_ready()
     for index in range(16):  # as many as an evaluation needs for a median
-        fleet.submit(replace(request(index), num_trajectories=1))
+        submit(fleet, replace(request(index), num_trajectories=1))
     assert len(drain(fleet)) == 16
     for index in range(16):
-        fleet.submit(request(index))
+        submit(fleet, request(index))
         assert len(drain(fleet)) == 1
     assert fleet.num_hedged == 0, "an evaluation's trajectory says nothing about a group of two"
-    fleet.submit(request(16))
+    submit(fleet, request(16))
     assert len(drain(fleet)) == 1
     assert fleet.num_hedged == 1
 
@@ -302,7 +306,7 @@ def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle
     os.kill(slow, signal.SIGSTOP)
     try:
         for index in range(16, 20):
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         finished = drain(fleet)
     finally:
         os.kill(slow, signal.SIGCONT)
@@ -312,9 +316,9 @@ def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle
     assert metrics["num_restarts"] == 0
     assert "env runner 1 samples it, too" in caplog.text
     for index in range(20, 30):
-        fleet.submit(request(index))
+        submit(fleet, request(index))
     assert len(drain(fleet)) == 10
-    assert fleet.num_unfinished == 0
+    assert num_unfinished(fleet) == 0
     fleet.stop()
 
 
@@ -335,13 +339,13 @@ def test_the_fleet_goes_on_with_fewer_and_stops_when_none_is_left(
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 600
     while not fleet.metrics()["num_lost"]:
-        fleet.submit(request(0))
+        submit(fleet, request(0))
         assert len(drain(fleet)) == 1
         assert time.monotonic() < deadline
     assert fleet.num_healthy == 1
     assert "env runner 0 did not start again" in caplog.text
     assert "1 of 2 go on" in caplog.text
-    fleet.submit(request(0))
+    submit(fleet, request(0))
     os.kill(second, signal.SIGKILL)
     with pytest.raises(
         FleetError, match=r"none of 2 env runners is left; env runner 1 did not start again: .*does not see"
@@ -364,7 +368,7 @@ def test_the_driver_samples_the_same_tokens_as_an_actor(
 ) -> None:
     local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage(), version=1)
     for fleet in (local, group):
-        fleet.submit(request(3))
+        submit(fleet, request(3))
     (here,), (there,) = drain(local), drain(group)
     ours = groups_from_record_batch(here.batch)[0].trajectories
     theirs = groups_from_record_batch(ray_local.get(there.batch))[0].trajectories
@@ -387,10 +391,9 @@ def test_an_interrupt_in_the_driver_leaves_nothing_behind_that_asyncio_prints(
     caplog.clear()
     local = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
     monkeypatch.setattr("ragr1_actors.rollout.engines.transformers_engine.sample", interrupt)
-    for index in range(2):
-        local.submit(request(index))
     with pytest.raises(KeyboardInterrupt):
-        local.collect()
+        submit(local, request(0), request(1))
+        collect(local)
     local.stop()
     del local
     gc.collect()

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from fakes import OnePassage
-from fleet_world import drain, pids, request
+from fleet_world import drain, pids, request, submit
 from small_world import wait_for
 from test_rollout_gateway_agents import ASKS, HIDES, is_alive
 
@@ -55,7 +55,7 @@ def test_of_ten_agents_in_flight_none_is_lost_doubled_or_left_when_their_runner_
         fleet.wait_until_ready()
         (runner,) = pids(fleet)
         for index in range(5):
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         wait_for(lambda: len(written(folder)) == 40, 120)
         first = written(folder)
         assert all(map(is_alive, first))
@@ -98,7 +98,7 @@ def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None
     try:
         fleet.wait_until_ready()
         for index in range(4):
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         found = {one.request.task.task_id: one for one in drain(fleet)}
         (good,) = groups_from_record_batch(ray_local.get(found["t/0"].batch))
         assert all(int(one.answer) not in (os.getpid(), *pids(fleet)) for one in good.trajectories)

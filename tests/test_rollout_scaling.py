@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 from fakes import OnePassage
-from fleet_world import drain, pids, request
+from fleet_world import collect, drain, num_unfinished, pids, request, submit
 from small_world import ended
 from transformers import AutoModelForCausalLM
 
@@ -45,8 +45,8 @@ def sample_until(fleet: EnvRunnerGroup, holds: Callable[[], bool], first: int = 
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         assert time.monotonic() < deadline
-        fleet.submit(request(first + len(finished) + fleet.num_unfinished))
-        finished += fleet.collect()
+        submit(fleet, request(first + len(finished) + num_unfinished(fleet)))
+        finished += collect(fleet)
     return finished + drain(fleet)
 
 
@@ -89,8 +89,8 @@ def test_a_runner_that_is_added_samples_with_the_newest_weights(
     os.kill(old, signal.SIGSTOP)  # what is sampled now is of the new one
     try:
         for index in range(8):
-            fleet.submit(request(index))
-        first = fleet.collect()
+            submit(fleet, request(index))
+        first = collect(fleet)
         assert {one.summary.oldest_version for one in first} == {5}
     finally:
         os.kill(old, signal.SIGCONT)
@@ -106,13 +106,13 @@ def test_a_runner_that_is_removed_returns_what_it_has_and_gets_nothing_more(
     os.kill(leaving, signal.SIGSTOP)
     try:
         for index in range(2):  # one each
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         fleet.scale_to(1)
         for index in range(2, 6):
-            fleet.submit(request(index))
+            submit(fleet, request(index))
         finished: list[FinishedGroup] = []
-        while fleet.num_unfinished > 1:
-            finished += fleet.collect()
+        while num_unfinished(fleet) > 1:
+            finished += collect(fleet)
         assert fleet.num_healthy == 1
         assert not ended({leaving})
     finally:
@@ -146,10 +146,10 @@ def test_runners_on_a_node_that_goes_away_are_replaced(
     fleet = start(1)
     (old,) = pids(fleet)
     node_id = ray_local.get_runtime_context().get_node_id()
-    fleet.submit(request(0))
+    submit(fleet, request(0))
     assert fleet.fleet.drain_nodes({node_id}) == 1
     assert fleet.fleet.drain_nodes({node_id}) == 0
-    fleet.submit(request(1))  # for the next one
+    submit(fleet, request(1))  # for the next one
     fleet.scale_to(1)
     assert ids(drain(fleet)) == ["t/0#0", "t/1#0"]
     (new,) = pids(fleet)
@@ -164,7 +164,7 @@ def test_the_time_with_work_is_counted_per_runner(start: Callable[[int], EnvRunn
     assert (idle.num_running, idle.ongoing) == (2, 0.0)
     assert fleet.state().busy_s == idle.busy_s
     for index in range(20):
-        fleet.submit(request(index))
+        submit(fleet, request(index))
     assert fleet.state().ongoing == 40
     drain(fleet)
     busy = fleet.state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -9,15 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
 from fakes import OnePassage
-from fleet_world import drain, pids, request, wait_until_healed
+from fleet_world import collect, drain, pids, request, submit, wait_until_healed
 from transformers import AutoModelForCausalLM
 
 from learners.learner_group import LearnerGroup
@@ -85,12 +88,24 @@ def apply_to_the_first(fleet: EnvRunnerGroup, function: Callable[[EnvRunner], No
     ray.get(first.apply.remote(function))
 
 
+_newest: WeakKeyDictionary[EnvRunnerGroup, WeightSync] = WeakKeyDictionary()
+
+
+async def catch_up(fleet: EnvRunnerGroup) -> None:
+    """Give returned runners the newest weights, as in a run."""
+    while True:
+        _newest[fleet].catch_up()
+        await asyncio.sleep(0.1)
+
+
 def make_sync(
     learners: LearnerGroup, fleet: EnvRunnerGroup, timeout_s: float = 60.0, transport: str = "broadcast"
 ) -> WeightSync:
     """A transport of many small parts."""
     sync = WeightSync(make_config({"num_learners": 2}, weight_transport=transport), learners, fleet)
-    fleet.on_wait = sync.catch_up  # as in a run
+    if fleet not in _newest:
+        fleet.loop.run_beside(partial(catch_up, fleet))
+    _newest[fleet] = sync
     sync.delivery = replace(sync.delivery, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
     return sync
 
@@ -137,13 +152,13 @@ def test_engine_and_learner_agree_after_a_transfer_in_the_middle_of_a_run(setup:
     transport = setup.transport()
     for version in (101, 102):
         for index in range(180):  # seconds of work, of which the transfer takes tenths
-            setup.fleet.submit(request(index))
-        before = setup.fleet.collect()
+            submit(setup.fleet, request(index))
+        before = collect(setup.fleet)
         move(setup.learners, version)
         transport.publish(version)
         under_way = drain(setup.fleet)
         for index in range(12):
-            setup.fleet.submit(request(100 + index))
+            submit(setup.fleet, request(100 + index))
         after = drain(setup.fleet)
         setup.assert_all_have(version)
         assert {one.summary.oldest_version for one in after} == {version}
@@ -350,11 +365,17 @@ def test_learners_empty_their_cache_before_an_engine_wakes(monkeypatch: pytest.M
         def call_engines(self, method: str, *arguments: Any) -> None:
             order.append(" ".join((method, *arguments)))
 
+        def rest(self) -> None:
+            order.append("rest")
+
+        def wake(self) -> None:
+            order.append("wake")
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty_cache"))
     sync = WeightSync(config_with({"weight_transport": "ipc"}, {}), Learners(), Runners())  # type: ignore[arg-type]
     sync.publish(1)
-    before = ["wait_for_restarts", "sleep", "empty_cache", "wake_up weights"]
-    assert order == [*before, "offload_states", "wake_up kv_cache"]
+    before = ["wait_for_restarts", "sleep", "rest", "empty_cache", "wake_up weights"]
+    assert order == [*before, "offload_states", "wake_up kv_cache", "wake"]
 
 
 def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:

@@ -169,7 +169,7 @@ INTERRUPTS = {
     "at the end of a step of SFT": (LearnerGroup, "update", 12, False),
     "while the policy of SFT is saved": (LearnerGroup, "save_policy", 1, True),
     "in the evaluation behind SFT": (Algorithm, "evaluate", 2, True),
-    "while RL samples": (EnvRunnerGroup, "collect", 2 + 3, True),  # after two evaluations
+    "while RL samples": (EnvRunnerGroup, "sample", 3 * 8 + 2 * 8 + 3, True),  # after three evaluations, two batches
     "at the end of a step of RL": (LearnerGroup, "update", 14 + 3, False),
 }
 """The n-th call of the method is interrupted: before it has done anything, or by a signal that is held back."""
@@ -186,14 +186,14 @@ def test_an_interrupted_run_resumes_to_the_same_metrics_and_weights(
     owner, method, calls_left, is_at_once = INTERRUPTS[place]
     original = getattr(owner, method)
 
-    def interrupted(self: Any, *arguments: Any) -> Any:
+    def interrupted(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal calls_left
         calls_left -= 1
         if calls_left == 0 and is_at_once:
             raise KeyboardInterrupt
         if calls_left == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(self, *arguments)
+        return original(self, *arguments, **options)
 
     run_dir = tmp_path / "cut"
     create_run_directory(config, run_dir)

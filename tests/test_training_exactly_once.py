@@ -69,7 +69,11 @@ class Life(Simulator):
         self._version = saved.version - 1
         self._publish()
         assert isinstance(self.runners, FaultyRunners)
-        self.runners.weather, self.runners.on_step, self.runners.on_submit = weather, self.check, self._issue
+        self.runners.weather, self.runners.on_step, self.runners.on_submit = (
+            weather,
+            self._check_unless_torn,
+            self._issue,
+        )
         self._storm = loop.create_task(self.runners.storm())
 
     def _issue(self, request: GroupRequest) -> None:
@@ -86,6 +90,10 @@ class Life(Simulator):
     @property
     def outstanding(self) -> set[str]:
         return {f"{task_id}#{epoch}" for task_id, epoch, *_ in self.collector.tasks.get_state()["outstanding"]}
+
+    def _check_unless_torn(self) -> None:
+        if not self.is_torn:
+            self.check()
 
     def check(self) -> None:
         """The books agree with what was seen of the fleet and of the learner."""

@@ -17,27 +17,14 @@ from small_world import make_config, make_files
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
+from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.rollout.stored_groups import StoredGroups, problem_of_arrays
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.stages import TrainingRun
-from ragr1_actors.training.stored_fleet import StoredFleet, training_fleet
-
-
-class NoFleet:
-    """The env runners, which are asked for nothing."""
-
-    num_unfinished = num_finished = 0
-
-    def submit(self, request: GroupRequest) -> None:
-        raise AssertionError("asked for a group")
-
-    def collect(self) -> list[FinishedGroup]:
-        return []
 
 
 def store(folder: Path, **files: list[TrajectoryGroup]) -> Path:
@@ -85,16 +72,15 @@ def test_of_a_plain_folder_what_was_evaluated_or_demonstrated_is_left_out(tmp_pa
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_every_task_is_trained_once_per_epoch(tmp_path: Path, lag: int) -> None:
+def test_every_task_is_trained_once_per_epoch(tmp_path: Path, lag: int, loop: DriverLoop) -> None:
     two_files(tmp_path / "trajectories")
     keys = {"train_batch_size": 2, "max_policy_lag": lag, "from_trajectories": str(tmp_path)}
     config = RunConfig.model_validate({"training": keys})
-    fleet = training_fleet(config, NoFleet())
-    assert isinstance(fleet, StoredFleet)
-    collector = BatchCollector(config, StoredGroups(tmp_path).tasks, fleet)
+    stored = StoredGroups(tmp_path)
+    collector = BatchCollector(config, stored.tasks, stored.sample)
     trained: Counter[str] = Counter()
     for version in range(8):
-        batch = collector.next_batch(version)
+        batch = loop.run(collector.next_batch(version))
         assert collector.num_stale == 0
         for group in batch:
             (read,) = groups_from_record_batch(group.batch)
@@ -107,24 +93,23 @@ def test_every_task_is_trained_once_per_epoch(tmp_path: Path, lag: int) -> None:
     assert counts["lost"] == counts["doubled"] == 0
 
 
-def test_what_was_asked_for_before_a_roll_back_is_dropped(tmp_path: Path) -> None:
+def test_what_was_asked_for_before_a_roll_back_is_dropped(tmp_path: Path, loop: DriverLoop) -> None:
     """The ledger of the checkpoint issues those tasks again: each is trained once."""
     two_files(tmp_path / "trajectories")
     keys = {"train_batch_size": 2, "max_policy_lag": 1, "from_trajectories": str(tmp_path)}
     config = RunConfig.model_validate({"training": keys})
-    fleet, tasks = training_fleet(config, NoFleet()), StoredGroups(tmp_path).tasks
-    collector = BatchCollector(config, tasks, fleet)
+    stored = StoredGroups(tmp_path)
+    collector = BatchCollector(config, stored.tasks, stored.sample)
     state = collector.tasks.get_state()
     for version in range(2):
-        collector.next_batch(version)
-        collector.keep_busy(while_learning=True)
-    assert fleet.num_unfinished == 2
-    collector.drop_in_flight()
-    assert fleet.num_unfinished == 0
-    collector = BatchCollector(config, tasks, fleet)
+        loop.run(collector.next_batch(version))
+        loop.run(collector.feed(while_learning=True))
+    loop.run(collector.drop_in_flight())
+    assert collector.num_finished_batches() == 0.0
+    collector = BatchCollector(config, stored.tasks, stored.sample)
     collector.tasks.set_state(state)
     for version in range(2, 6):
-        collector.trained(collector.next_batch(version))
+        collector.trained(loop.run(collector.next_batch(version)))
     counts = collector.tasks.counts()
     assert (counts["trained"], counts["lost"], counts["doubled"]) == (8, 0, 0)
 
@@ -225,10 +210,6 @@ def test_a_run_learns_from_the_trajectories_of_another_as_that_one_did(tmp_path:
     for name in ("learner/loss", "learner/grad_norm", "learner/logprob_gap_mean"):
         assert first[name] == pytest.approx(sampled[name], rel=1e-3, abs=1e-6), name
     assert second["learner/logprob_gap_mean"] > 100 * first["learner/logprob_gap_mean"]
-
-
-def test_without_the_key_the_env_runners_sample(tmp_path: Path) -> None:
-    assert not isinstance(training_fleet(RunConfig(), NoFleet()), StoredFleet)
 
 
 def test_a_folder_without_trajectories_is_said(tmp_path: Path) -> None:

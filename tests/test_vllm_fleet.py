@@ -10,7 +10,7 @@ from types import ModuleType
 import psutil
 import pytest
 from fakes import OnePassage
-from fleet_world import drain, request, wait_until_healed
+from fleet_world import collect, drain, request, submit, wait_until_healed
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("vllm")
@@ -59,8 +59,8 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
     victims = fleet.foreach_env_runner(engine_pids)
     assert [len(pids) for pids in victims] == [1, 1]
     for index in range(300):
-        fleet.submit(request(index))
-    finished: list[FinishedGroup] = fleet.collect()
+        submit(fleet, request(index))
+    finished: list[FinishedGroup] = collect(fleet)
     os.kill(victims[0][0], signal.SIGKILL)
     finished += drain(fleet)
     ids = [one.request.issue_id for one in finished]
@@ -69,7 +69,7 @@ def test_a_runner_whose_engine_is_killed_loses_and_doubles_nothing(ray_local: Mo
     assert all(one.summary.oldest_version == 5 and not one.summary.num_failed for one in finished)
     wait_until_healed(fleet, timeout_s=300)
     for index in range(8):
-        fleet.submit(request(index))
+        submit(fleet, request(index))
     for one in drain(fleet):
         for trajectory in groups_from_record_batch(ray_local.get(one.batch))[0].trajectories:
             assert set(trajectory.policy_versions[trajectory.kinds == TokenKind.MODEL]) == {5}

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.measurement import Sample
 from benchmarks.rollout import workload
@@ -140,22 +139,24 @@ class Fleets:
         self._session.__exit__(None, None, None)
 
 
-def run_fleet(fleet: Any, num_runners: int, groups_per_runner: int) -> FleetRun:
+def run_fleet(fleet: EnvRunnerGroup, num_runners: int, groups_per_runner: int) -> FleetRun:
     """Give every runner the same groups, and measure as long as all have as much to do as they can take.
 
     The load is ``num_runners`` copies of the same list. The clock stops when all but the last ``SLOTS`` groups per
     runner are there: what is left then is the end of a run, which no longer run would have.
     """
-    for index in range(groups_per_runner):
-        for copy in range(num_runners):
-            name = f"fleet/{index}@{copy}"
-            fleet.submit(GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0))
+    names = [f"fleet/{index}@{copy}" for index in range(groups_per_runner) for copy in range(num_runners)]
+    requests = [GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0) for name in names]
     wanted = num_runners * (groups_per_runner - SLOTS)
-    started, cpu_started = time.perf_counter(), time.process_time()
-    num_finished = 0
-    while num_finished < wanted:
-        num_finished += len(fleet.collect())
-    wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
-    while fleet.num_unfinished:
-        fleet.collect()
-    return FleetRun(num_finished / wall_s, wall_s, cpu_s)
+
+    async def sample() -> FleetRun:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        ends = asyncio.as_completed([fleet.sample(request) for request in requests])
+        for _ in range(wanted):
+            await next(ends)
+        wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
+        for end in ends:
+            await end
+        return FleetRun(wanted / wall_s, wall_s, cpu_s)
+
+    return fleet.loop.run(sample())

@@ -49,11 +49,6 @@ class Traffic:
     cpu_s_per_group: float
     """Of the driver's process, all its threads."""
 
-    @property
-    def cores(self) -> float:
-        """Cores that the driver used."""
-        return self.groups_per_s * self.cpu_s_per_group
-
 
 class Sleeper:
     """An engine that answers after ``seconds``, one of its options."""
@@ -91,8 +86,8 @@ class NoPassages:
         return [[] for _ in queries]
 
 
-def simulated_traffic(num_iterations: int) -> Traffic:
-    """Simulate the whole fleet, Search-R1's 7B run on H200s, and return its rate and the cost of the collector."""
+def simulated_rate(num_iterations: int) -> float:
+    """Simulate the whole fleet, Search-R1's 7B run on H200s, and return its groups per second."""
     config = (
         AlgorithmConfig.from_recipe("search_r1_grpo_7b")
         .env_runners(max_concurrent_trajectories=PER_RUNNER)
@@ -100,37 +95,21 @@ def simulated_traffic(num_iterations: int) -> Traffic:
         .freeze()
     )
     pace = make_pace(config, Machine(GPUS["h200-141gb"], 8, 96, 0, 0, 0), NUM_PASSAGES)
-    with closing(_TimedLoop()) as loop:
+    with closing(VirtualLoop()) as loop:
         workload, size = DrawnWorkload(config), Size(NUM_RUNNERS, NUM_RETRIEVERS)
         simulator = Simulator(loop, config, pace, workload, size, lambda time_s: 1.0)
         collector = simulator.collector
         try:
-            for batch in collector.next_batch(0), collector.next_batch(0):
-                collector.trained(batch)
-            loop.cpu_s, cpu_s, started_s, num_groups = 0.0, time.process_time(), loop.time(), 0
+            for _ in range(2):
+                collector.trained(loop.run_until_complete(collector.next_batch(0)))
+            started_s, num_groups = loop.time(), 0
             for _ in range(num_iterations):  # a learner that takes no time: the fleet is as fast as it can be
-                batch = collector.next_batch(0)
+                batch = loop.run_until_complete(collector.next_batch(0))
                 collector.trained(batch)
                 num_groups += len(batch)
-            cpu_s, wall_s = time.process_time() - cpu_s - loop.cpu_s, loop.time() - started_s
+            return num_groups / (loop.time() - started_s)
         finally:
             simulator.stop()
-    return Traffic(num_groups / wall_s, cpu_s / num_groups)
-
-
-class _TimedLoop(VirtualLoop):
-    """Counts the CPU seconds in the loop, which are those of the runners: the driver is outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cpu_s = 0.0
-
-    def run_until_complete(self, future: Any) -> Any:
-        started = time.process_time()
-        try:
-            return super().run_until_complete(future)
-        finally:
-            self.cpu_s += time.process_time() - started
 
 
 class RealTraffic:
@@ -146,14 +125,15 @@ class RealTraffic:
         config = sleeping_runners(NUM_ACTORS, num_trajectories=num_trajectories, seconds=NUM_GROUPS / groups_per_s)
         self._fleet = EnvRunnerGroup(config, policy_dir, NoPassages())
         self._fleet.wait_until_ready()
-        self._collector = BatchCollector(config, [made_up_task(number) for number in range(NUM_TASKS)], self._fleet)
+        tasks = [made_up_task(number) for number in range(NUM_TASKS)]
+        self._collector = BatchCollector(config, tasks, self._fleet.sample)
 
     def measure(self, num_batches: int) -> Traffic:
         """Collect batches while all groups are in flight."""
         started, cpu_s, num_groups = time.perf_counter(), time.process_time(), 0
         for _ in range(num_batches):
-            batch = self._collector.next_batch(0)
-            self._collector.keep_busy()
+            batch = self._fleet.loop.run(self._collector.next_batch(0))
+            self._fleet.loop.run(self._collector.feed())
             self._collector.trained(batch)
             num_groups += len(batch)
         wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s

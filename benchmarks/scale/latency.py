@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import secrets
@@ -74,12 +75,11 @@ def scale_out(policy_dir: Path) -> Wait:
             fleet.wait_until_ready()
             for number in range(100_000):  # there is always a request that waits
                 task = made_up_task(number)
-                fleet.submit(GroupRequest(task.task_id, task, 1, 1.0))
+                fleet.loop.begin(fleet.sample(GroupRequest(task.task_id, task, 1, 1.0)))
             started = time.perf_counter()
             fleet.scale_to(2)
             while fleet.state().num_running < 2:  # the call that finds a runner ready gives it a request
-                fleet.poll()
-                time.sleep(_POLL_S)
+                fleet.loop.run(asyncio.sleep(_POLL_S))
             return Wait(time.perf_counter() - started, loading_s)
         finally:
             fleet.stop()

@@ -197,19 +197,19 @@ class LagStudy:
 def driver_cores(repeats: int, *, quick: bool) -> list[Sample]:
     """Return the cores of the driver, and the goal of one core, as ``ours`` and ``theirs``."""
     from benchmarks.rollout.workload import make_policy
-    from benchmarks.scale.driver import RealTraffic, simulated_traffic
+    from benchmarks.scale.driver import RealTraffic, simulated_rate
 
-    simulated = simulated_traffic(2 if quick else 8)
-    log(f"simulated: {simulated.groups_per_s:.1f} groups/s, the collector takes {simulated.cores:.3f} cores")
+    simulated = simulated_rate(2 if quick else 8)
+    log(f"simulated: {simulated:.1f} groups/s")
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         make_policy(Path(directory))
-        real = RealTraffic(Path(directory), simulated.groups_per_s)
+        real = RealTraffic(Path(directory), simulated)
         try:
             real.measure(2)  # warm
             found = [real.measure(2 if quick else 8) for _ in range(repeats)]
         finally:
             real.close()
-    return [quotient(simulated.groups_per_s * traffic.cpu_s_per_group, 1.0) for traffic in found]
+    return [quotient(simulated * traffic.cpu_s_per_group, 1.0) for traffic in found]
 
 
 def scale_out(repeats: int) -> list[Sample]:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from envs.measures import num_queries, num_rounds, searches
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.types import Task, Trajectory, Turn
 from ragr1_actors.evaluation.evaluated_policy import index_of, sampler_config
 from ragr1_actors.planning.gpus import check_gpus
@@ -56,7 +57,7 @@ class Asker:
         self._retriever = (_LoadingPages if opens_pages else _LoadingRetriever)(open_its_retriever)
         self._runner = EnvRunner.load(config, policy_dir, self._retriever)
         self._retriever.start()  # not earlier: two threads that import the same packages take longer than one
-        self._loop = asyncio.new_event_loop()
+        self._loop = DriverLoop()
         self._num_asked = 0
 
     def __enter__(self) -> Self:
@@ -65,7 +66,7 @@ class Asker:
 
     def __exit__(self, *error: object) -> None:
         """Free the policy. Work that an interrupt left is cancelled."""
-        self._runner.close(self._loop)
+        self._loop.close(self._runner.close())
 
     def ask(self, question: str, watch: Watch = NOT_SHOWN) -> Trajectory:
         """Answer ``question`` greedily; ``watch`` gets text and searches as they come.
@@ -75,7 +76,7 @@ class Asker:
         """
         request = GroupRequest(f"ask/{self._num_asked}", Task("ask", question, ()))
         self._num_asked += 1  # a part of the sampling seed, and of the engine's request id
-        trajectory = self._loop.run_until_complete(self._runner.sample_watched(request, watch))
+        trajectory = self._loop.run(self._runner.sample_watched(request, watch))
         self._retriever.check()
         return trajectory
 

@@ -214,14 +214,13 @@ class _Pass:
                     append_score(self._out, self.scores[-1])
                 on_task()
 
-        sampler.env_runners.on_finished = on_group  # not only when all groups have finished
         left = self.left
         if self.concurrency > 1:
-            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, lambda group: None) if left else 0
+            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, on_group) if left else 0
             return
         for number, task in enumerate(left, start=1):
             try:
-                sampler.sample_tasks([task], 1, self._temperature, lambda group: None)
+                sampler.sample_tasks([task], 1, self._temperature, on_group)
             except FleetError:  # of this task; it is raised below if there is no other
                 self.num_failed += 1
                 if number == len(left) and not self.scores:

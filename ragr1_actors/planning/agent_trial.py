@@ -6,7 +6,6 @@ The script calls each tool of a request once, with made-up arguments, and then a
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from envs.checker import TASK, Check, OnePassage, made_up_arguments
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling, StopReason, Trajectory
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
@@ -70,11 +70,11 @@ def try_agent(config: SamplerConfig) -> list[Check]:
     runner = EnvRunner(
         config.model_copy(update={"environment": environment}), tokenizer, OnePassage(), _Script(tokenizer)
     )
-    loop = asyncio.new_event_loop()
+    loop = DriverLoop()
     try:
-        group = loop.run_until_complete(runner.sample_group(GroupRequest("check", TASK, 1, 0.0)))
+        group = loop.run(runner.sample_group(GroupRequest("check", TASK, 1, 0.0)))
     finally:
-        runner.close(loop)
+        loop.close(runner.close())
     return checks_of(group.trajectories[0])
 
 

@@ -79,17 +79,11 @@ class EnvRunner:
         check_takes_part(engine, config)  # now, and not when the first version is published
         return cls(config, tokenizer, retriever, engine)
 
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel the rest of an interrupt on ``loop``, free the engine and close ``loop``."""
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
+    async def close(self) -> None:
+        """End the agents' gateway, and free the engine."""
         if self._agents is not None:
-            loop.run_until_complete(self._agents.close())
-        if left:  # awaited, else asyncio prints a message for each
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        loop.run_until_complete(self.engine.close())
-        loop.close()
+            await self._agents.close()
+        await self.engine.close()
 
     async def sample_group(self, request: GroupRequest) -> TrajectoryGroup:
         """Sample the trajectories of one group; the runner samples up to ``max_concurrent_trajectories`` at once.

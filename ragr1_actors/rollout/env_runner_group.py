@@ -1,13 +1,14 @@
-"""EnvRunnerGroup: the fleet of env runners. It takes requests and returns groups in the order in which they finish.
+"""EnvRunnerGroup: the fleet of env runners, which samples groups.
 
 ::
 
-    submit ──► pending ──► runner with the least to do ──► in flight ──► collect
-                  ▲                                            │
-                  └── the runner died: give it to another ─────┘
+    sample ──► waiting ──► runner with the least to do ──► call of the runner ──► FinishedGroup
+                  ▲                                             │
+                  └────── the runner died: to another one ──────┘
 
-A group that takes several times the usual time is also sampled by an idle runner; the first result counts, and the
-other is cancelled. Both sample with the same seeds.
+Each group is a coroutine, ``sample``, in the ``DriverLoop`` of the fleet. A group that takes several times the usual
+time is also sampled by an idle runner; the first result counts, and the other is cancelled. Both sample with the same
+seeds.
 
 Ray restarts a runner that dies; it gets the newest weights and is used again. A runner that hangs is killed first. A
 runner that cannot start again is lost: this is logged, and the fleet continues with the others, down to one.
@@ -22,11 +23,10 @@ like a restarted one. A removed runner ends once it has returned its requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
@@ -41,10 +41,11 @@ from cluster.supervision.fleet import Fleet, Member, MemberId, MemberState, Proc
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.disk.folders import AnyFolder
 from ragr1_actors.core.errors import FleetError, RagR1Error
+from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
-from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 """Limit in seconds for an engine to load."""
-WAIT_S = 1.0
-"""Longest wait in seconds for a group before the fleet is looked after again."""
+LOOK_S = 1.0
+"""Seconds between two looks at the runners, and a tenth of it while none is ready."""
 PULSE_INTERVAL_S = 5.0
 """Seconds between two questions of the watchdog to a runner that answers."""
 _USUAL_GROUPS = 64
@@ -67,7 +68,7 @@ RESTART_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True, eq=False)
-class PendingGroup:
+class _Call:
     """Group at a runner."""
 
     request: GroupRequest
@@ -78,12 +79,11 @@ class PendingGroup:
     summary: Any
     """References of the two results."""
     batch: Any
+    ended: asyncio.Task[GroupSummary | None] = field(init=False)
+    """Task that waits for the summary; its result is None if the runner has died."""
     sent_at: float = field(default_factory=time.monotonic)
-    twin: PendingGroup | None = None
-    """Flight of the same group at another runner."""
-    was_hedged: bool = False
     is_abandoned: bool = False
-    """Whether its twin has finished."""
+    """Whether another runner has finished the group."""
 
 
 class EnvRunnerGroup:
@@ -103,21 +103,16 @@ class EnvRunnerGroup:
         options of the runner with an index, such as its place.
         """
         settings = config.env_runners
-        self.on_wait: Callable[[], None] = lambda: None
-        """Callback that runs about once a second while ``collect`` waits."""
-        self.on_finished: Callable[[FinishedGroup], None] = lambda group: None
-        """Callback of a driver that samples itself, with each group as it finishes: ``collect`` waits for all."""
-        self._pending: deque[GroupRequest] = deque()
-        self._in_flight: dict[Any, PendingGroup] = {}  # by the reference of the summary
-        self._is_held = False  # queued groups stay queued
-        self._num_extra = 0  # flights of groups that have another flight or a result
+        self.loop = DriverLoop()
+        """Event loop in which groups are sampled, and the runners looked after."""
+        self._waiting: deque[tuple[GroupRequest, asyncio.Future[_Call]]] = deque()
+        self._open: set[asyncio.Task[Any]] = set()  # of groups at runners
+        self._is_held = False  # waiting groups keep waiting, and returned runners, too
         self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
         self._fault_tolerance = config.debugging.fault_tolerance
         self.num_hedged = 0
-        self._finished: list[FinishedGroup] = []
         self._num_in_flight: Counter[int] = Counter()  # trajectories that a runner, by index, has not returned
         self.admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``, in which a runner may load its engine
-        self._error: RagR1Error | None = None  # of a group that was looked at while learners worked
         self._version: int | None = None  # published last, and its weights once they are here
         self._weights: Any = None
         self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
@@ -136,7 +131,6 @@ class EnvRunnerGroup:
         )
         if settings.num_env_runners == 0:
             self._local = EnvRunner.load(config, policy, retriever, version)
-            self._loop = asyncio.new_event_loop()
             return
         self._fixed_options: dict[str, Any] = {
             "num_cpus": settings.num_cpus_per_env_runner,
@@ -147,6 +141,7 @@ class EnvRunnerGroup:
         }
         self._actor_options, self._arguments = actor_options, (config, policy, retriever, version)
         self.fleet.scale_to(settings.num_env_runners)
+        self.loop.run_beside(self._look_after)
 
     def _start(self, index: int) -> list[Any]:
         actor_class: Any = ray.remote(EnvRunnerActor)
@@ -158,16 +153,6 @@ class EnvRunnerGroup:
         if self._local is None:
             self.fleet.wait_until_up(START_TIMEOUT_S)
             self._admit()
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests submitted and not collected."""
-        return len(self._pending) + len(self._in_flight) - self._num_extra + len(self._finished)
-
-    @property
-    def num_finished(self) -> int:
-        """Number of groups that are finished and not collected."""
-        return len(self._finished)
 
     @property
     def num_healthy(self) -> int:
@@ -182,7 +167,7 @@ class EnvRunnerGroup:
             self.num_healthy,
             self.fleet.num(MemberState.STARTING),
             ongoing=float(self._num_in_flight.total()),
-            queued=float(sum(request.num_trajectories for request in self._pending)),
+            queued=float(sum(request.num_trajectories for request, _ in self._waiting)),
             busy_s=self._busy_s,
             num_answered=float(self._num_sampled),
         )
@@ -205,7 +190,7 @@ class EnvRunnerGroup:
         """Return health and load of the fleet; ``num_restarts`` counts deaths since the start, ``num_hangs`` the hangs.
 
         ``load`` is the number of trajectories in flight per healthy runner and ``queue`` the number of groups that wait
-        for a runner, both averaged over the calls of ``collect`` since the last call of this method.
+        for a runner, both averaged over the groups that finished since the last call of this method.
         """
         loads, self._loads = self._loads or [(0.0, 0)], []
         return {
@@ -229,73 +214,173 @@ class EnvRunnerGroup:
         except RayError as error:
             raise FleetError(f"foreach_env_runner: {last_line(error)}") from error
 
-    def submit(self, request: GroupRequest, *, is_urgent: bool = False) -> None:
-        """Queue a group; an urgent one goes before those that wait for a runner."""
-        if is_urgent:
-            self._pending.appendleft(request)
-        else:
-            self._pending.append(request)
-        if self._local is None:
-            self._dispatch()
+    # -- groups ------------------------------------------------------------------------------------------------------
 
-    def collect(self) -> list[FinishedGroup]:
-        """Wait until a group is finished and return all finished groups; return none if none was submitted.
+    async def sample(self, request: GroupRequest, *, is_urgent: bool = False) -> FinishedGroup:
+        """Sample a group; an urgent one goes before those that wait for a runner.
 
         Raises:
             FleetError: no runner is left and none comes back; the message has the last one's reason.
+            RagR1Error: of a runner's settings or environment.
         """
         if self._local is not None:
-            self._loads.append((float(sum(request.num_trajectories for request in self._pending)), 0))
-            self.on_wait()
-            return self._loop.run_until_complete(self._collect_local(self._local))
-        loads = [self._num_in_flight[runner.index] for runner in self._ready]
-        self._loads.append((sum(loads) / max(1, len(loads)), len(self._pending)))
-        deadline = time.monotonic() + RESTART_TIMEOUT_S
-        while self.num_unfinished:
-            self.poll()
-            self.on_wait()
-            if self._error is not None:
-                raise self._error
-            if self._finished:
-                finished, self._finished = self._finished, []
-                return finished
-            if self._in_flight:
-                deadline = time.monotonic() + RESTART_TIMEOUT_S
-                ray.wait(list(self._in_flight), timeout=WAIT_S)
-            elif time.monotonic() > deadline or all(runner.is_lost for runner in self.fleet.members):
-                why = self.fleet.failure or "none came back in time"
-                raise FleetError(f"none of {len(self.fleet.members)} env runners is left; {why}")
-            else:
-                time.sleep(WAIT_S / 10)
-        return []
+            return await self._sample_here(self._local, request)
+        while (finished := await self._sample_there(request, is_urgent=is_urgent)) is None:
+            is_urgent = True
+        return finished
 
-    def finish_in_flight(self) -> None:
-        """Wait until no runner samples. Requests that no runner has begun stay queued, and begin after the call."""
-        self._is_held = True
+    async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
+        self._num_in_flight[0] += request.num_trajectories
+        sampled = self._open_task(runner.sample_group(request))
         try:
-            while self._in_flight:
-                self.poll()
-                self.on_wait()
-                if self._in_flight:
-                    ray.wait(list(self._in_flight), timeout=WAIT_S)
+            group = await sampled
         finally:
-            self._is_held = False
+            self._note_load()
+            self._num_in_flight[0] -= request.num_trajectories
+        return FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
 
-    def poll(self) -> None:
-        """Note finished groups, give out requests and look after runners, like ``collect`` but without waiting."""
-        if self._local is not None:
-            return
-        self._account()
-        self._admit()
-        if self._in_flight:
-            done, _ = ray.wait(list(self._in_flight), num_returns=len(self._in_flight), timeout=0)
-            try:
-                self._finished += [group for ref in done if (group := self._finish(ref)) is not None]
-            except RagR1Error as error:  # of an environment: ``collect`` raises it
-                self._error = error
+    async def _sample_there(self, request: GroupRequest, *, is_urgent: bool) -> FinishedGroup | None:
+        """Return a group from a runner, or from a second one if the first takes long; None if all that had it died."""
+        first = await self._place(request, is_urgent=is_urgent)
+        calls = {first.ended: first}
+        may_hedge = self._fault_tolerance.hedge_factor > 0
+        next_look_at = first.sent_at + _HEDGE_AFTER_S
+        while calls:
+            timeout_s = max(0.0, next_look_at - time.monotonic()) if may_hedge else None
+            done, _ = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                call = calls.pop(ended)
+                if (summary := ended.result()) is not None:
+                    for other in calls.values():
+                        other.is_abandoned = True
+                        ray.cancel(other.summary)
+                    call.runner.num_hangs = 0
+                    self._took_s[request.num_trajectories].append(time.monotonic() - call.sent_at)
+                    self._num_sampled += request.num_trajectories
+                    return FinishedGroup(request, summary, call.batch)
+            if may_hedge and not done:
+                next_look_at = time.monotonic() + LOOK_S
+                if (second := self._hedge(first)) is not None:
+                    calls[second.ended] = second
+                    may_hedge = False
+        return None
+
+    async def _place(self, request: GroupRequest, *, is_urgent: bool) -> _Call:
+        """Wait until a runner takes a request."""
+        called: asyncio.Future[_Call] = asyncio.get_running_loop().create_future()
+        if is_urgent:
+            self._waiting.appendleft((request, called))
+        else:
+            self._waiting.append((request, called))
         self._dispatch()
-        self._hedge()
-        self._end_drained()
+        return await called
+
+    def _dispatch(self) -> None:
+        """Give waiting requests to runners that have room."""
+        with self.fleet.changed:  # so that a chosen runner has a process
+            while self._waiting and not self._is_held:
+                if self._waiting[0][1].done():  # cancelled
+                    self._waiting.popleft()
+                    continue
+                runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
+                if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
+                    return
+                request, called = self._waiting.popleft()
+                called.set_result(self._send(request, runner))
+
+    def _send(self, request: GroupRequest, runner: Member[Pulse]) -> _Call:
+        runner_id, process = runner.id, runner.pulses[0].process
+        summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
+        self._num_in_flight[runner.index] += request.num_trajectories
+        call = _Call(request, runner, runner_id, process, summary, batch)
+        call.ended = self._open_task(self._summary_of(call))
+        return call
+
+    def _open_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = self.loop.begin(work)
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        return task
+
+    async def _summary_of(self, call: _Call) -> GroupSummary | None:
+        """Wait for the summary of a call; None if the runner died, has another process, or was cancelled."""
+        try:
+            process, summary = await call.summary
+            if call.process != process:  # its weights may be those of the run's start
+                self.fleet.note_process(call.runner_id, process)
+                return None
+        except RayError as error:
+            if call.is_abandoned:
+                return None
+            if isinstance(error, RayActorError):
+                self.fleet.note_failure(call.runner_id, error)
+                return None
+            if isinstance(error, RayTaskError) and isinstance(error.cause, RagR1Error):
+                raise error.cause from None
+            raise FleetError(f"an env runner failed on {call.request.issue_id}: {last_line(error)}") from error
+        finally:
+            self._note_load()
+            self._num_in_flight[call.runner.index] -= call.request.num_trajectories
+            self._end_drained()
+            self._dispatch()
+        found: GroupSummary = summary
+        return found
+
+    def _hedge(self, first: _Call) -> _Call | None:
+        """Send a group that takes long to an idle runner, if nothing waits for one."""
+        request = first.request
+        took_s, takes_s = self._took_s[request.num_trajectories], time.monotonic() - first.sent_at
+        if len(took_s) < _USUAL_GROUPS // 4 or (self._waiting and not self._is_held):
+            return None
+        usual_s = median(took_s)
+        if takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
+            return None
+        with self.fleet.changed:
+            idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
+            if idle is None:
+                return None
+            second = self._send(request, idle)
+        self.num_hedged += 1
+        logger.warning(
+            "%s takes %.0f s at %s, %.1f s are usual; %s samples it, too",
+            *(request.group_id, takes_s, first.runner.name, usual_s, idle.name),
+        )
+        return second
+
+    async def finish_in_flight(self) -> None:
+        """Wait until no runner samples. Groups that no runner has begun keep waiting until the loop runs again."""
+        was_held, self._is_held = self._is_held, True
+        try:
+            while self._open:
+                await asyncio.wait(self._open)
+        finally:
+            self._is_held = was_held
+
+    async def _look_after(self) -> None:
+        """Use returned runners, end drained ones, and fail the waiting groups if no runner is left."""
+        last_call_at = time.monotonic()
+        while True:
+            self._account()
+            self._admit()
+            self._dispatch()
+            self._end_drained()
+            now = time.monotonic()
+            if self._open or not self._waiting:
+                last_call_at = now
+            elif now - last_call_at > RESTART_TIMEOUT_S or all(runner.is_lost for runner in self.fleet.members):
+                self._fail_waiting(self.fleet.failure or "none came back in time")
+            await asyncio.sleep(LOOK_S if self._ready else LOOK_S / 10)
+
+    def _fail_waiting(self, reason: str) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for _, called in waiting:
+            if not called.done():
+                error = FleetError(f"none of {len(self.fleet.members)} env runners is left; {reason}")
+                called.set_exception(error)
+
+    def _note_load(self) -> None:
+        num_ready = 1 if self._local is not None else len(self._ready)
+        self._loads.append((self._num_in_flight.total() / max(1, num_ready), len(self._waiting)))
 
     def _account(self) -> None:
         """Count the seconds since the last call for each runner that had work."""
@@ -308,20 +393,11 @@ class EnvRunnerGroup:
             if runner.is_draining and not self._num_in_flight[runner.index]:
                 self.fleet.end(runner)
 
-    async def _collect_local(self, runner: EnvRunner) -> list[FinishedGroup]:
-        requests, self._pending = list(self._pending), deque()
-
-        async def sample(request: GroupRequest) -> FinishedGroup:
-            group = await runner.sample_group(request)
-            finished = FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
-            self.on_finished(finished)
-            return finished
-
-        return await asyncio.gather(*map(sample, requests))
-
     @property
     def _ready(self) -> list[Member[Pulse]]:
         return [runner for runner in self.fleet.members if runner.state is MemberState.READY]
+
+    # -- weights -----------------------------------------------------------------------------------------------------
 
     @property
     def receivers(self) -> dict[str, Any]:
@@ -345,6 +421,8 @@ class EnvRunnerGroup:
 
     def _admit(self) -> None:
         """Use the runners that are up once they have the newest weights."""
+        if self._is_held:
+            return
         for runner in filter(_waits, self.fleet.members):
             if self._version is None:
                 self.fleet.admit(runner.id)
@@ -372,7 +450,7 @@ class EnvRunnerGroup:
         """
         if self._local is not None:
             found = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights  # the learners may be actors
-            self._loop.run_until_complete(self._local.engine.update_weights(found, version))
+            self.loop.run(self._local.engine.update_weights(found, version), is_alone=True)
             return
         self.expect(version)
         self.offer(weights)
@@ -381,7 +459,7 @@ class EnvRunnerGroup:
     def wait_for_restarts(self) -> None:
         """Wait for the runners that load their engine after a restart; a runner that takes too long is ended.
 
-        Then none loads until the next ``collect``: a runner that restarts meanwhile waits for its call.
+        Then none loads until the loop runs: a runner that restarts meanwhile waits for its call.
         """
         handles = {runner.id: runner.actors[0] for runner in self.fleet.members}
         loading = {call: runner_id for runner_id, call in self.admissions.items() if runner_id in handles}
@@ -404,97 +482,19 @@ class EnvRunnerGroup:
             if error is not None:
                 self.fleet.note_failure(runner_id, error)
 
+    def rest(self) -> None:
+        """Give runners no work, and let none load its engine, until ``wake``."""
+        self._is_held = True
+
+    def wake(self) -> None:
+        """Give runners work again."""
+        self._is_held = False
+
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""
-        if self._local is not None:
-            self._local.close(self._loop)
-            self._local = None
+        local, self._local = self._local, None
         self.fleet.stop()
-        self._in_flight.clear()
-        self._num_extra = 0
-        self._pending.clear()
-        self._finished.clear()
-
-    def _dispatch(self) -> None:
-        with self.fleet.changed:  # so that a chosen runner has a process
-            while self._pending and not self._is_held:
-                runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
-                if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
-                    return
-                self._send(self._pending.popleft(), runner)
-
-    def _send(self, request: GroupRequest, runner: Member[Pulse]) -> PendingGroup:
-        runner_id, process = runner.id, runner.pulses[0].process
-        summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
-        self._num_in_flight[runner.index] += request.num_trajectories
-        self._in_flight[summary] = flight = PendingGroup(request, runner, runner_id, process, summary, batch)
-        return flight
-
-    def _hedge(self) -> None:
-        """Send groups that take long to idle runners, once each."""
-        has_work = self._pending and not self._is_held
-        if not self._fault_tolerance.hedge_factor or has_work:
-            return
-        now = time.monotonic()
-        for flight in list(self._in_flight.values()):
-            took_s = self._took_s[flight.request.num_trajectories]
-            if len(took_s) < _USUAL_GROUPS // 4:
-                continue
-            usual_s, takes_s = median(took_s), now - flight.sent_at
-            if flight.was_hedged or takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
-                continue
-            with self.fleet.changed:
-                idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
-                if idle is None:
-                    return
-                twin = self._send(flight.request, idle)
-            flight.twin, twin.twin = twin, flight
-            flight.was_hedged = twin.was_hedged = True
-            self._num_extra += 1
-            self.num_hedged += 1
-            logger.warning(
-                "%s takes %.0f s at %s, %.1f s are usual; %s samples it, too",
-                *(flight.request.group_id, takes_s, flight.runner.name, usual_s, idle.name),
-            )
-
-    def _finish(self, ref: Any) -> FinishedGroup | None:
-        flight = self._in_flight.pop(ref)
-        request, runner, twin = flight.request, flight.runner, flight.twin
-        self._num_in_flight[runner.index] -= request.num_trajectories
-        if flight.is_abandoned:
-            self._num_extra -= 1
-            with contextlib.suppress(RayError):
-                ray.get(ref)
-            return None
-        try:
-            process, summary = ray.get(ref)
-        except RayActorError as error:
-            self._sample_again(flight)
-            self.fleet.note_failure(flight.runner_id, error)
-            return None
-        except RayTaskError as error:
-            if isinstance(error.cause, RagR1Error):
-                raise error.cause from None
-            raise FleetError(f"an env runner failed on {request.issue_id}: {last_line(error)}") from error
-        if flight.process != process:  # its weights may be those of the run's start
-            self._sample_again(flight)
-            self.fleet.note_process(flight.runner_id, process)
-            return None
-        if twin is not None:
-            twin.is_abandoned, twin.twin = True, None
-            ray.cancel(twin.summary)
-        runner.num_hangs = 0
-        self._took_s[request.num_trajectories].append(time.monotonic() - flight.sent_at)
-        self._num_sampled += request.num_trajectories
-        return FinishedGroup(request, summary, flight.batch)
-
-    def _sample_again(self, flight: PendingGroup) -> None:
-        """Give a group to another runner, unless its twin samples it."""
-        if flight.twin is None:
-            self._pending.appendleft(flight.request)
-        else:
-            flight.twin.twin = None
-            self._num_extra -= 1
+        self.loop.close(local.close() if local is not None else None)
 
 
 def _life(runner: Member[Pulse]) -> str:

@@ -1,6 +1,6 @@
 """RolloutFleets: the env runners and retrievers that sample trajectory groups with one policy.
 
-Training streams groups through ``env_runners``. Evaluation and ``ragr1 select`` need nothing else: they
+Training samples groups with ``env_runners.sample``. Evaluation and ``ragr1 select`` need nothing else: they
 pass a list of tasks to ``sample_tasks``.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from ragr1_actors.core.config import (
 )
 from ragr1_actors.core.disk.folders import AnyFolder, Share, in_place, on_this_node
 from ragr1_actors.core.errors import FleetError
+from ragr1_actors.core.process.driver_loop import gather_or_cancel
 from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
@@ -41,80 +41,6 @@ from retrieval.replicas.retriever_group import RetrieverGroup
 logger = logging.getLogger(__name__)
 
 OnGroup = Callable[[FinishedGroup], None]
-
-
-class SampledTasks:
-    """Tasks that are sampled once each, or again if a trajectory failed."""
-
-    def __init__(
-        self,
-        env_runners: EnvRunnerGroup,
-        requests: Sequence[GroupRequest],
-        on_group: OnGroup,
-        *,
-        num_tries: int,
-        max_unfinished: int,
-        is_urgent: bool,
-    ) -> None:
-        """Submit the requests, of different tasks, ``max_unfinished`` at a time; ``on_group`` gets every group."""
-        self._is_urgent = is_urgent
-        self._env_runners, self._on_group = env_runners, on_group
-        self._num_tries, self._max_unfinished = num_tries, max_unfinished
-        self._num_tasks = len(requests)
-        self._waiting = deque(requests)
-        self._open: set[str] = set()  # ids of the submitted tasks
-        self._error = ""
-        self.groups: list[FinishedGroup] = []
-        """Finished groups in the order of their ends; with failed trajectories, too."""
-        self.num_failed = 0
-        """Number of tasks that failed in every try."""
-        self._submit()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether every task was sampled, or failed too often."""
-        return not self._open
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests that were submitted and not taken."""
-        return len(self._open)
-
-    def take(self, group: FinishedGroup) -> bool:
-        """Note a finished group, and submit the next tasks; return False and do nothing for a group of other requests.
-
-        Raises:
-            FleetError: every task failed.
-        """
-        request = group.request
-        if request.issue_id not in self._open:
-            return False
-        self._open.remove(request.issue_id)
-        self.groups.append(group)
-        self._on_group(group)
-        if group.summary.num_failed:
-            self._error = group.summary.errors[-1]
-            if request.attempt + 1 < self._num_tries:
-                self._waiting.append(replace(request, attempt=request.attempt + 1))
-            else:
-                self.num_failed += 1
-        self._submit()
-        if self.is_done and self.num_failed:
-            self._tell()
-        return True
-
-    def _submit(self) -> None:
-        while self._waiting and len(self._open) < self._max_unfinished:
-            request = self._waiting.popleft()
-            self._open.add(request.issue_id)
-            self._env_runners.submit(request, is_urgent=self._is_urgent)
-
-    def _tell(self) -> None:
-        message = f"{self.num_failed} of {self._num_tasks} evaluation tasks failed {self._num_tries} times"
-        message += f"; the last one with: {self._error}"
-        if self.num_failed == self._num_tasks:
-            raise FleetError(message)
-        logger.warning("%s", message)
 
 
 class RolloutFleets:
@@ -149,6 +75,7 @@ class RolloutFleets:
         try:
             retriever = self.retrievers.retriever()
             self.env_runners = EnvRunnerGroup(config, policy, retriever, actor_options=placement.runner_options)
+            self.loop = self.env_runners.loop
         except BaseException:
             self.retrievers.stop()
             raise
@@ -181,43 +108,52 @@ class RolloutFleets:
         """Sample a group of ``num_trajectories`` per task and return how many tasks failed; temperature 0 is greedy.
 
         A task is sampled again if a trajectory failed, at most ``max_task_retries`` times. ``on_group`` is
-        called with every group as it finishes, those with a failed trajectory included. Nothing else may be in flight.
+        called with every group as it finishes, those with a failed trajectory included.
 
         Raises:
             FleetError: every task failed.
         """
-        sampling = self.begin_sampling(tasks, num_trajectories, temperature, on_group, is_urgent=False, progress=1.0)
-        while not sampling.is_done:
-            for group in self.env_runners.collect():
-                sampling.take(group)
-        return sampling.num_failed
+        return self.loop.run(self.sample_each(tasks, num_trajectories, temperature, on_group))
 
-    def begin_sampling(
+    async def sample_each(
         self,
         tasks: Sequence[Task],
         num_trajectories: int,
         temperature: float,
         on_group: OnGroup,
         *,
-        is_urgent: bool,
-        progress: float,
-    ) -> SampledTasks:
-        """Begin what ``sample_tasks`` does; the caller collects the groups, and gives them to ``SampledTasks.take``.
+        is_urgent: bool = False,
+        progress: float = 1.0,
+    ) -> int:
+        """Do what ``sample_tasks`` does, within the loop; ``progress`` is that of the run, for rewards.
 
         With ``is_urgent`` the tasks go before the requests that wait for a runner.
         """
         settings = self._config.env_runners
+        most = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories  # trajectories at a time
+        slots = asyncio.Semaphore(max(1, most // num_trajectories))
         num_tries = 1 + self._config.debugging.fault_tolerance.max_task_retries
-        room = 4 * max(1, settings.num_env_runners) * settings.max_concurrent_trajectories
         context = RewardContext("eval", progress)
-        return SampledTasks(
-            self.env_runners,
-            [GroupRequest(task.task_id, task, num_trajectories, temperature, context=context) for task in tasks],
-            on_group,
-            num_tries=num_tries,
-            max_unfinished=max(1, room // num_trajectories),
-            is_urgent=is_urgent,
-        )
+
+        async def sample(task: Task) -> str:
+            """Return the error of the last try, if every try failed."""
+            request = GroupRequest(task.task_id, task, num_trajectories, temperature, context=context)
+            for attempt in range(num_tries):
+                async with slots:
+                    group = await self.env_runners.sample(replace(request, attempt=attempt), is_urgent=is_urgent)
+                on_group(group)
+                if not group.summary.num_failed:
+                    return ""
+            return group.summary.errors[-1]
+
+        errors = [error for error in await gather_or_cancel(map(sample, tasks)) if error]
+        if errors:
+            message = f"{len(errors)} of {len(tasks)} evaluation tasks failed {num_tries} times"
+            message += f"; the last one with: {errors[-1]}"
+            if len(errors) == len(tasks):
+                raise FleetError(message)
+            logger.warning("%s", message)
+        return len(errors)
 
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
         """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
@@ -237,7 +173,7 @@ class RolloutFleets:
         async def play() -> list[TrajectoryGroup]:
             return await asyncio.gather(*(runner.sample_group(request) for request in requests))
 
-        return asyncio.run(play())
+        return self.loop.run(play())
 
     def measure_recall(self, tasks: Sequence[Task]) -> dict[str, float]:
         """Return ``supporting_recall`` of the retrievers; empty if there is no index or no known evidence.
@@ -247,7 +183,8 @@ class RolloutFleets:
         """
         if self._index_dir is None or not any(task.supporting_ids for task in tasks):
             return {}
-        return asyncio.run(supporting_recall(self.retrievers.retriever(), Corpus.open(self._index_dir), tasks))
+        corpus = Corpus.open(self._index_dir)
+        return self.loop.run(supporting_recall(self.retrievers.retriever(), corpus, tasks))
 
     def metrics(self) -> dict[str, float]:
         """Return health and load of both fleets: ``{"env_runners/load": 8.0, "retrieval/encoder_busy": 0.3}``."""

@@ -1,6 +1,7 @@
 """StoredGroups: trajectories that another run, policy or system sampled earlier.
 
-``training.from_trajectories`` names their folder; ``training/stored_fleet.py`` trains on them.
+``training.from_trajectories`` names their folder. Training takes them in place of groups from env runners. The stored
+log-probs are the denominator of the policy ratio, so the corrections of the policy gradients apply.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import numpy as np
 
 from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import DataError, shortened
-from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
+from ragr1_actors.core.schema import TRAJECTORIES, groups_to_record_batch, read_trajectories
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 
 KEY = "training.from_trajectories"
 _NUM_COMPARED = 8
@@ -72,6 +74,12 @@ class StoredGroups:
     def tasks(self) -> tuple[Task, ...]:
         """Tasks that have groups, in the order of the files."""
         return tuple(groups[0].task for groups in self._groups.values())
+
+    async def sample(self, request: GroupRequest) -> FinishedGroup:
+        """Answer a request with a group of its task. No group is too old: it gets the version of the request."""
+        group = replace(self.group(request.task.task_id, request.epoch), task=request.task)
+        summary = replace(summarize(group), oldest_version=request.policy_version, num_sampled_tokens=0)
+        return FinishedGroup(request, summary, groups_to_record_batch([group]))
 
     def group(self, task_id: str, epoch: int) -> TrajectoryGroup:
         """Return a group of a task: the next one in each epoch, and the first one after the last."""

@@ -5,8 +5,9 @@ Imports neither torch nor Ray at the top, so that the command line reports a wro
 
 from __future__ import annotations
 
+import secrets
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import yaml
 
 from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import POLICY_FOLDER, read_json_as, write_file, write_json
+from ragr1_actors.core.disk.files import POLICY_FOLDER, WRITING, read_json_as, reply_to, write_file, write_json
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve, split_assignment
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.yaml"
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
 """Files that a run makes before it learns; the configuration is removed last, or a next run would use this index."""
+_SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
 
 
@@ -53,6 +55,30 @@ def create_run_directory(config: RunConfig, run_dir: Path | RunStore) -> None:
     except OSError as error:
         raise _cannot_write(store.path, error) from error
     _write_config(config, store)
+
+
+def check_shared(run_dir: Path, ask_ranks: Callable[[Path], Collection[str]]) -> None:
+    """Check that every learner rank sees the run directory, and that this process sees rank 0's files.
+
+    ``ask_ranks`` is ``LearnerGroup.answer_probe``.
+    """
+    probe = run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+        nodes = set(ask_ranks(probe))
+        has_reply = reply_to(probe).is_file()
+    finally:
+        probe.unlink(missing_ok=True)
+        reply_to(probe).unlink(missing_ok=True)
+    if blind := ", ".join(sorted(nodes - {""})):
+        raise UserError(
+            f"node {blind} does not see the run directory {run_dir}, or cannot write to it; put --run-dir on {_SHARED}"
+        )
+    if not has_reply:
+        raise UserError(
+            f"this node does not see what learner rank 0 writes into the run directory {run_dir}; put --run-dir on "
+            f"{_SHARED}"
+        )
 
 
 def stored_tools(run_dir: Path | RunStore) -> dict[str, list[dict[str, Any]]]:

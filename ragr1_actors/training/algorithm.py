@@ -11,6 +11,21 @@ One ``train()``::
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
 ``publish`` wakes them (``rollout/weight_sync.py``). The learners also need the devices to write a checkpoint.
 
+The driver has one event loop, which runs while the driver waits for samples or for the learners (``DriverLoop``). Its
+tasks, and what each waits for:
+
+==========================  ===============================  =====================================================
+task                        waits for                        goes on when
+==========================  ===============================  =====================================================
+feed, one task per group    a runner with room, its answer   a runner has room or has answered; fails if none is left
+collect, ``next_batch``     the queue of ended groups        any group has ended
+learn, ``_update``          the learners, in a thread        the update has ended, or its ranks cannot restart
+supervise                   a second                         always; its error ends what the driver waits for
+evaluation beside training  its groups, like feed            all held-out tasks were answered
+==========================  ===============================  =====================================================
+
+Between two runs of the loop nothing of this changes: the driver publishes, saves and logs then.
+
 With dynamic sampling the buffer sets aside groups whose rewards are all equal, and others are sampled in their place.
 With ``max_policy_lag = 0`` exactly one batch is in flight at a time: synchronous training is the same path. With a lag
 of n, n more batches are sampled while the learner works. A checkpoint is begun between two iterations, and written
@@ -19,16 +34,17 @@ while the next iterations run (``CheckpointSaver``).
 
 from __future__ import annotations
 
+import asyncio
 import random
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import pyarrow as pa
 
@@ -38,14 +54,9 @@ from learners.learner_group import LearnerGroup
 from learners.profiling import RankProfile, start_profile, stop_profile
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE
-from ragr1_actors.core.disk.files import (
-    LEARNER_PREFIX,
-    POLICY_FOLDER,
-    WRITING,
-    reply_to,
-)
+from ragr1_actors.core.disk.files import LEARNER_PREFIX, POLICY_FOLDER
 from ragr1_actors.core.disk.folders import AnyFolder, part_of, warn_of_unlisted
-from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
+from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
@@ -55,12 +66,14 @@ from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets, SampledTasks
+from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets
+from ragr1_actors.rollout.stored_groups import StoredGroups
 from ragr1_actors.rollout.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver, checkpoint_name, read_state
 from ragr1_actors.runs.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import (
+    check_shared,
     create_run_directory,
     fetch_batches,
     keep_trajectories,
@@ -72,17 +85,25 @@ from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics, rollout_samples, take_histograms
 from ragr1_actors.training.batches import BatchCollector
-from ragr1_actors.training.fleet_controller import FleetController
-from ragr1_actors.training.stored_fleet import training_fleet
+from ragr1_actors.training.fleet_controller import TICK_S, FleetController
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
 
+T = TypeVar("T")
 OnProgress = Callable[[int, dict[str, float]], None]
 """Callback with the number of finished steps and the newest metrics."""
 HeldBlock = Callable[[], AbstractContextManager[None]]
 """Function that returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
-_SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluation:
+    """Evaluation beside training."""
+
+    name: str
+    on_result: Callable[[EvalResult], None]
+    sampled: asyncio.Task[tuple[list[FinishedGroup], int]]
 
 
 class Algorithm:
@@ -124,9 +145,12 @@ class Algorithm:
         self._checkpoints = Checkpoints(store, checkpointing.num_to_keep, checkpointing.best_metric)
         self._fleets = fleets
         self._env_runners = fleets.env_runners
-        self._group_fleet = training_fleet(config, self._env_runners)
-        self._beside: tuple[str, Callable[[EvalResult], None]] | None = None  # name, and callback of the result
-        self._collector = BatchCollector(config, prepared.train_tasks, self._group_fleet)
+        self._loop = fleets.loop
+        stored = config.training.from_trajectories
+        self._sample = StoredGroups(Path(stored)).sample if stored else self._env_runners.sample
+        self._evaluation: _Evaluation | None = None  # beside training
+        self._is_learning = False
+        self._collector = BatchCollector(config, prepared.train_tasks, self._sample)
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._checkpoints, learners)
@@ -134,8 +158,7 @@ class Algorithm:
         self.controller = FleetController(
             config, fleets, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
-        self._env_runners.on_wait = partial(self._while_waiting, learners_are_busy=False)
-        learners.on_wait = partial(self._while_waiting, learners_are_busy=True)
+        self._loop.run_beside(self._supervise)
 
     @classmethod
     def create(cls, config: RunConfig, run_dir: str | Path) -> Self:
@@ -178,33 +201,11 @@ class Algorithm:
                 algorithm._build_learner(algorithm._next_learner(), policy)
             fleets.wait_until_ready()
             if store.remote is None:
-                algorithm._check_run_dir()
+                check_shared(store.path.absolute(), learners.answer_probe)
         except BaseException:
             algorithm.stop()
             raise
         return algorithm
-
-    def _check_run_dir(self) -> None:
-        """Check that every learner rank sees the run directory, and that this process sees rank 0's files."""
-        run_dir = self.store.path.absolute()
-        probe = run_dir / f"{WRITING}probe_{secrets.token_hex(4)}"
-        try:
-            probe.touch()
-            nodes = set(self._learners.answer_probe(probe))
-            has_reply = reply_to(probe).is_file()
-        finally:
-            probe.unlink(missing_ok=True)
-            reply_to(probe).unlink(missing_ok=True)
-        if blind := ", ".join(sorted(nodes - {""})):
-            raise UserError(
-                f"node {blind} does not see the run directory {run_dir}, or cannot write to it; put --run-dir on "
-                f"{_SHARED}"
-            )
-        if not has_reply:
-            raise UserError(
-                f"this node does not see what learner rank 0 writes into the run directory {run_dir}; put --run-dir on "
-                f"{_SHARED}"
-            )
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Algorithm:
                 continue
             with self._held():
                 self._saver.commit_if_written()
-                metrics = self._learners.update([groups_to_record_batch(batch)])
+                metrics = self._loop.run(self._update([groups_to_record_batch(batch)]))
                 self.sft_step += 1
                 on_progress(self.sft_step, metrics)
         with self._held():
@@ -273,17 +274,19 @@ class Algorithm:
         self._collector.num_iterations_done = self.iteration
         with self.controller.learner.waits():
             find_lost = self._learners.find_lost
-            batch = self._collector.next_batch(self.policy_version, find_lost)
+            batch = self._loop.run(self._collector.next_batch(self.policy_version, find_lost))
             self._finish_evaluation()
         self.controller.learner.num_stale += self._collector.num_stale
         sampled = time.perf_counter()
-        if training.max_policy_lag:
-            self._collector.keep_busy(while_learning=True)
+        if training.max_policy_lag and self.config.env_runners.num_env_runners:
+            self._loop.run(self._collector.feed(while_learning=True))
         lag = mean_lag(batch, self.policy_version)
         # Learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held(), self.controller.learner.works():
             self._weight_sync.make_room()
-            learner_metrics, self.histograms = take_histograms(self._learners.update([group.batch for group in batch]))
+            learner_metrics, self.histograms = take_histograms(
+                self._loop.run(self._update([group.batch for group in batch]))
+            )
             learned = time.perf_counter()
             set_aside = self._collector.trained(batch)
             self.iteration += 1
@@ -330,13 +333,23 @@ class Algorithm:
         if keeping is not None:
             keeping.result()
 
-    def _while_waiting(self, *, learners_are_busy: bool) -> None:
-        """Look after the fleets while the driver waits for samples or learners."""
-        if not learners_are_busy:
-            self._weight_sync.catch_up()
-        elif not self._weight_sync.shares_devices:  # else the runners sleep
-            self._env_runners.poll()
-        self.controller.tick()
+    async def _update(self, batches: list[Any]) -> dict[str, float]:
+        """Learn from batches; the loop samples meanwhile if the learners are actors."""
+        if not self._learners.actors:
+            return self._learners.update(batches)
+        self._is_learning = True
+        try:
+            return await asyncio.to_thread(self._learners.update, batches)
+        finally:
+            self._is_learning = False
+
+    async def _supervise(self) -> None:
+        """Give returned runners the newest weights, and change the sizes of the fleets."""
+        while True:
+            if not self._is_learning:
+                self._weight_sync.catch_up()
+            self.controller.tick()
+            await asyncio.sleep(TICK_S)
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
@@ -347,8 +360,8 @@ class Algorithm:
 
     def _publish(self) -> None:
         self.policy_version += 1
-        if self.config.env_runners.in_flight == "finish":
-            self._env_runners.finish_in_flight()
+        if self.config.env_runners.in_flight == "finish" or not self.config.env_runners.num_env_runners:
+            self._loop.run(self._env_runners.finish_in_flight())
         self._weight_sync.publish(self.policy_version)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -369,12 +382,8 @@ class Algorithm:
 
         with self.controller.learner.waits():
             self._finish_evaluation()
-            self._collector.evaluate_beside(self._begin_evaluation(on_group, is_urgent=False))
-            return self._keep_evaluation(name, self._collector.finish_evaluation())
-
-    @property
-    def _progress(self) -> float:
-        return min(1.0, self.iteration / max(1, self.config.training.num_iterations))
+            groups, num_failed = self._loop.run(self._sample_evaluation(on_group))
+            return self._keep_evaluation(name, groups, num_failed)
 
     def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
         """Begin an evaluation and return: its tasks are answered while the next ``train`` samples its batch.
@@ -383,28 +392,38 @@ class Algorithm:
         evaluation that begins before that calls it, too.
         """
         self._finish_evaluation()
-        self._collector.evaluate_beside(self._begin_evaluation(lambda group: None, is_urgent=True))
-        self._beside = name, on_result
+        sampled = self._loop.begin(self._sample_evaluation(lambda group: None, is_urgent=True))
+        self._evaluation = _Evaluation(name, on_result, sampled)
 
-    def _begin_evaluation(self, on_group: OnGroup, *, is_urgent: bool) -> SampledTasks:
-        tasks, progress = self.prepared.eval_tasks, self._progress
-        return self._fleets.begin_sampling(tasks, 1, 0.0, on_group, is_urgent=is_urgent, progress=progress)
+    async def _sample_evaluation(
+        self, on_group: OnGroup, *, is_urgent: bool = False
+    ) -> tuple[list[FinishedGroup], int]:
+        """Answer the held-out tasks; return the groups in the order of their ends, and the number of failed tasks."""
+        groups: list[FinishedGroup] = []
+
+        def note(group: FinishedGroup) -> None:
+            groups.append(group)
+            self._collector.num_sampled_tokens += group.summary.num_sampled_tokens
+            on_group(group)
+
+        progress = min(1.0, self.iteration / max(1, self.config.training.num_iterations))
+        tasks = self.prepared.eval_tasks
+        num_failed = await self._fleets.sample_each(tasks, 1, 0.0, note, is_urgent=is_urgent, progress=progress)
+        return groups, num_failed
 
     def _finish_evaluation(self) -> None:
         """Wait until the evaluation beside training is done, if there is one, and tell its result."""
-        beside, self._beside = self._beside, None
-        if beside is not None:
-            name, on_result = beside
-            on_result(self._keep_evaluation(name, self._collector.finish_evaluation()))
+        evaluation, self._evaluation = self._evaluation, None
+        if evaluation is not None:
+            groups, num_failed = self._loop.run(_result_of(evaluation.sampled))
+            evaluation.on_result(self._keep_evaluation(evaluation.name, groups, num_failed))
 
-    def _keep_evaluation(self, name: str, evaluation: SampledTasks | None) -> EvalResult:
-        assert evaluation is not None
-        groups = evaluation.groups
+    def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, f"eval_{name}", [group.batch for group in groups])
         self.examples = _examples(groups)
         environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
-        return eval_result([group.summary for group in groups], evaluation.num_failed, environment.measures)
+        return eval_result([group.summary for group in groups], num_failed, environment.measures)
 
     def start_profile(self) -> None:
         """Begin to profile every learner rank."""
@@ -471,10 +490,12 @@ class Algorithm:
             checkpoint = self._checkpoints.best_until(last_good)
             if checkpoint is None:
                 return None
-            self._collector.drop_in_flight()
-            self._beside = None
+            self._loop.run(self._collector.drop_in_flight())
+            if self._evaluation is not None:
+                self._loop.run(_result_of(self._evaluation.sampled))
+                self._evaluation = None
             num_failed = self._collector.num_failed
-            self._collector = BatchCollector(self.config, self.prepared.train_tasks, self._group_fleet)
+            self._collector = BatchCollector(self.config, self.prepared.train_tasks, self._sample)
             self._collector.num_failed = num_failed
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint, self.policy_version)
@@ -542,6 +563,10 @@ class Algorithm:
             self._fleets.stop()
             self._learners.stop()
             self._placement.remove()
+
+
+async def _result_of(task: asyncio.Task[T]) -> T:
+    return await task
 
 
 def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:

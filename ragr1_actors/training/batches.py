@@ -1,19 +1,27 @@
 """BatchCollector: keeps a fleet of env runners busy, and makes batches of finished groups, with a ``GroupBuffer``.
 
+::
+
+    TaskLedger ──feed──► one task of the loop per group ──► queue of ended tasks ──collect──► GroupBuffer ──► batch
+         ▲                                                                  │ failed                │ stale, lost
+         └────────────────────────────── again ─────────────────────────────┴───────────────────────┘
+
 With lag L the fleet is asked for at most L + 1 batches ahead of the learner. Each batch takes the groups that were
 asked for first, so at most one batch of groups reaches the bound on its age at a time, and none is too old if the
 learner waits for the groups in flight. The bound is from AReaL (arXiv:2505.24298, equation 3).
 
 ``Algorithm`` trains on batches of an ``EnvRunnerGroup``; ``ragr1 simulate`` runs the same code over scripted runners.
+The coroutines run in the loop of the fleet, the other methods between its runs.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from envs.rewards import RewardContext
 from envs.tasks.curriculum import make_curriculum
@@ -22,7 +30,6 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.types import Failure, StopReason, Task
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
-from ragr1_actors.rollout.rollout_fleets import SampledTasks
 from ragr1_actors.training.task_ledger import TaskLedger
 
 logger = logging.getLogger(__name__)
@@ -33,26 +40,8 @@ MAX_OUTAGES = 16
 """Limit of failures of the infrastructure on a task, which do not count against it, before the task is given up."""
 
 
-class GroupFleet(Protocol):
-    """Interface of a fleet that samples groups; see ``EnvRunnerGroup``."""
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests submitted and not collected."""
-        ...
-
-    @property
-    def num_finished(self) -> int:
-        """Number of these that are finished."""
-        ...
-
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
-        ...
-
-    def collect(self) -> list[FinishedGroup]:
-        """Wait until a group is finished and return all finished groups; return none if none was submitted."""
-        ...
+SampleGroup = Callable[[GroupRequest], Coroutine[Any, Any, FinishedGroup]]
+"""Coroutine function that samples a group; see ``EnvRunnerGroup.sample``."""
 
 
 def max_set_aside(config: RunConfig) -> int:
@@ -121,34 +110,35 @@ class GroupBuffer:
 class BatchCollector:
     """Issues tasks to a fleet, and collects batches within the bound on their age; ``tasks`` has the tasks' books."""
 
-    def __init__(self, config: RunConfig, tasks: Sequence[Task], fleet: GroupFleet) -> None:
-        """Take the fleet and the training tasks of a run."""
+    def __init__(self, config: RunConfig, tasks: Sequence[Task], sample: SampleGroup) -> None:
+        """Take the training tasks of a run, and the function that samples a group."""
         self.tasks = TaskLedger(tasks, config.debugging.seed, make_curriculum(config.environment))
         self._config = config
-        self._fleet = fleet
+        self._sample = sample
         self._num_given_up = 0  # in a row
         self._buffer = GroupBuffer(config.training.max_policy_lag, max_set_aside(config))
         self._fault_tolerance = config.debugging.fault_tolerance
         self._policy_version = 0
-        self._evaluation: SampledTasks | None = None
         self.num_iterations_done = 0
         """Number of finished RL iterations, for rewards that depend on the progress of a run."""
         self.num_failed: Counter[StopReason] = Counter()
         """Number of failed trajectories by stop reason, including those of groups that are sampled again."""
         self.num_sampled_tokens = 0
-        """Tokens of all groups that were collected, those of evaluations included."""
+        """Tokens of all groups that were collected; an evaluation adds those of its groups."""
         self.num_stale = 0
         """Number of groups that were too old for the newest batch and are sampled again."""
         self.num_awaited = 0
         """Number of groups for which the newest batch waited, as they would be too old for the next one."""
         self._in_flight: Counter[int] = Counter()
         """Number of groups in flight, by the policy version at which they were asked for."""
+        self._ended: asyncio.Queue[asyncio.Task[FinishedGroup]] = asyncio.Queue()
+        """Tasks of groups that were sampled and not collected."""
 
     def num_finished_batches(self) -> float:
         """Return the number of batches that the finished groups make up, such as 1.5."""
-        return (len(self._buffer) + self._fleet.num_finished) / self._config.training.train_batch_size
+        return (len(self._buffer) + self._ended.qsize()) / self._config.training.train_batch_size
 
-    def keep_busy(self, *, while_learning: bool = False) -> None:
+    async def feed(self, *, while_learning: bool = False) -> None:
         """Issue tasks until the groups in flight and in the buffer make up all batches that the lag allows.
 
         While the learner works on a batch, it is one batch less: one more would be too old when it is needed.
@@ -158,7 +148,7 @@ class BatchCollector:
         temperature = self._config.env_runners.temperature
         progress = self.num_iterations_done / max(1, training.num_iterations)
         context = RewardContext("train", min(1.0, progress))
-        while self._num_unfinished + len(self._buffer) < wanted:
+        while self._in_flight.total() + len(self._buffer) < wanted:
             request = replace(
                 self.tasks.next(),
                 num_trajectories=training.group_size,
@@ -166,10 +156,15 @@ class BatchCollector:
                 policy_version=self._policy_version,
                 context=context,
             )
-            self._fleet.submit(request)
             self._in_flight[request.policy_version] += 1
+            asyncio.create_task(self._sample(request), name=request.group_id).add_done_callback(self._note_end)
 
-    def next_batch(
+    def _note_end(self, task: asyncio.Task[FinishedGroup]) -> None:
+        if not task.cancelled():  # else the loop is being closed
+            task.exception()  # read, so that asyncio does not print it if it is never collected
+            self._ended.put_nowait(task)
+
+    async def next_batch(
         self, policy_version: int, find_lost: Callable[[list[Any]], Collection[int]] = lambda batches: ()
     ) -> list[FinishedGroup]:
         """Return the next batch, in the order of its tasks.
@@ -202,37 +197,25 @@ class BatchCollector:
                         self.tasks.again(group.request)
                     else:
                         self._buffer.add(group)
-            self.keep_busy()
-            self._collect()
+            await self.feed()
+            await self._collect()
 
-    @property
-    def _num_unfinished(self) -> int:
-        """Groups for training that were asked for and not collected."""
-        return self._fleet.num_unfinished - (self._evaluation.num_unfinished if self._evaluation else 0)
+    async def _collect(self) -> None:
+        """Wait until a group is sampled, and route all that are."""
+        self._route_finished(await self._take())
+        while not self._ended.empty():
+            self._route_finished(await self._take())
 
-    def _collect(self) -> None:
-        """Wait until a group is finished, of the evaluation or for training, and give each to whom it belongs."""
-        for group in self._fleet.collect():
-            self.num_sampled_tokens += group.summary.num_sampled_tokens
-            if self._evaluation is None or not self._evaluation.take(group):
-                self._route_finished(group)
+    async def _take(self) -> FinishedGroup:
+        group = (await self._ended.get()).result()
+        self._in_flight[group.request.policy_version] -= 1
+        self.num_sampled_tokens += group.summary.num_sampled_tokens
+        return group
 
-    def evaluate_beside(self, evaluation: SampledTasks) -> None:
-        """Collect the groups of an evaluation, which has begun, beside those for training."""
-        self._evaluation = evaluation
-
-    def finish_evaluation(self) -> SampledTasks | None:
-        """Wait until the evaluation is done and return it; None if there is none."""
-        evaluation = self._evaluation
-        while evaluation is not None and not evaluation.is_done:
-            self._collect()
-        self._evaluation = None
-        return evaluation
-
-    def drop_in_flight(self) -> None:
-        """Wait for all groups in flight, those of the evaluation included, and drop them."""
-        while self._fleet.num_unfinished:
-            self._fleet.collect()
+    async def drop_in_flight(self) -> None:
+        """Wait for all groups in flight, and drop them."""
+        while self._in_flight.total():
+            await self._take()
 
     def metrics(self) -> dict[str, float]:
         """Return the books of the tasks, the failures and the newest batch: ``{"tasks/lost": 0.0, ...}``."""
@@ -258,7 +241,6 @@ class BatchCollector:
         try of its task. At least two must be left, as one alone has no baseline.
         """
         summary, rules = group.summary, self._fault_tolerance
-        self._in_flight[group.request.policy_version] -= 1
         self.num_failed.update(summary.stop_reasons)
         if not summary.num_failed:
             self._keep(group)

@@ -6,8 +6,7 @@
                                                          ├──► scale_to ──► log, metrics, report
     scale.json of the run directory (ragr1 scale) ───────┘
 
-``EnvRunnerGroup.collect`` and ``LearnerGroup.update`` call ``tick`` about once a second while they wait, so that
-everything runs in the driver's thread.
+A task of the driver's loop calls ``tick`` about once a second while the driver waits for samples or learners.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class _Runner:
 
 
 class SimulatedRunners:
-    """``GroupFleet`` of env runners in one event loop; the caller is the driver, outside it, as in a run."""
+    """Env runners that sample groups in virtual time, in the loop of the driver."""
 
     def __init__(
         self,
@@ -206,45 +206,26 @@ class SimulatedRunners:
         self._draining: list[_Runner] = []
         self._lives: list[_Life] = []
         self._ended_busy_s = 0.0
-        self._pending: deque[GroupRequest] = deque()
-        self._tasks: dict[asyncio.Task[None], tuple[_Runner, GroupRequest]] = {}
-        self._num_in_flight = 0
-        self._finished: list[FinishedGroup] = []
+        self._waiting: deque[tuple[GroupRequest, asyncio.Future[asyncio.Task[FinishedGroup]]]] = deque()
+        self._runner_of: dict[asyncio.Task[FinishedGroup], _Runner] = {}  # by the task of a group
         self._loads: list[float] = []
-        self._is_any = asyncio.Event()
         self.num_sampled = 0
         """Number of trajectories since the start."""
         self.num_batch_bytes = 0
         """Bytes of all record batches."""
 
-    # -- methods of GroupFleet --------------------------------------------------------------------------------------
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of requests submitted and not collected."""
-        return len(self._pending) + self._num_in_flight + len(self._finished)
-
-    @property
-    def num_finished(self) -> int:
-        """Number of groups that are finished and not collected."""
-        return len(self._finished)
-
-    def submit(self, request: GroupRequest) -> None:
-        """Queue a group."""
-        self._pending.append(request)
-        self.poll()
-
-    def collect(self) -> list[FinishedGroup]:
-        """Let time pass until a group is finished, and return all finished groups."""
-        self.poll()
-        loads = [runner.num_in_flight for runner in self._runners if runner.life.ready_s <= self._loop.time()]
-        self._loads.append(fsum(loads) / max(1, len(loads)))
-        while not self._finished and self.num_unfinished:
-            self._is_any.clear()
-            self._loop.run_until_complete(self._is_any.wait())
-            self.poll()
-        finished, self._finished = self._finished, []
-        return finished
+    async def sample(self, request: GroupRequest) -> FinishedGroup:
+        """Sample a group like ``EnvRunnerGroup.sample``."""
+        called: asyncio.Future[asyncio.Task[FinishedGroup]] = self._loop.create_future()
+        self._waiting.append((request, called))
+        while True:
+            self._dispatch()
+            sampled = await called
+            await asyncio.wait([sampled])
+            if not sampled.cancelled():
+                return sampled.result()
+            called = self._loop.create_future()  # its runner died
+            self._waiting.appendleft((request, called))
 
     # -- the fleet -------------------------------------------------------------------------------------------------
 
@@ -265,7 +246,7 @@ class SimulatedRunners:
             self.num_running,
             self.num_starting,
             ongoing=float(sum(runner.num_in_flight for runner in [*self._runners, *self._draining])),
-            queued=float(sum(request.num_trajectories for request in self._pending)),
+            queued=float(sum(request.num_trajectories for request, _ in self._waiting)),
             busy_s=self.busy_s,
             num_answered=float(self.num_sampled),
         )
@@ -280,7 +261,7 @@ class SimulatedRunners:
         return self._ended_busy_s + sum(busy)
 
     def take_load(self) -> float:
-        """Return the mean of trajectories in flight per runner over the calls of ``collect`` since its last call."""
+        """Return the mean of trajectories in flight per runner over the groups since its last call."""
         loads, self._loads = self._loads or [0.0], []
         return fsum(loads) / len(loads)
 
@@ -325,24 +306,35 @@ class SimulatedRunners:
         runner = EnvRunner(self._config, CountingTokenizer(), self._retrievers.client(number), engine)
         self._runners.append(_Runner(number, runner, engine, life))
         if after_s:
-            self._loop.call_later(after_s, self._is_any.set)  # the driver gives it waiting requests
+            self._loop.call_later(after_s, self._dispatch)
 
-    def poll(self) -> None:
+    def _dispatch(self) -> None:
         """Give waiting requests to the runner with the least load, if one has room."""
         now_s = self._loop.time()
-        while self._pending:
-            free = [r for r in self._runners if r.num_in_flight < self._max_in_flight and r.life.ready_s <= now_s]
+        while self._waiting:
+            ready = [r for r in self._runners if r.life.ready_s <= now_s]
+            free = [r for r in ready if r.num_in_flight < self._max_in_flight]
             if not free:
                 return
             runner = min(free, key=lambda r: r.num_in_flight)
-            request = self._pending.popleft()
+            request, called = self._waiting.popleft()
             runner.count(request.num_trajectories, now_s)
-            self._num_in_flight += 1
-            task = self._loop.create_task(self._sample(runner, request))
-            self._tasks[task] = runner, request
-            task.add_done_callback(self._tasks.pop)
+            self._loads.append(fsum(r.num_in_flight for r in ready) / len(ready))
+            task = self._loop.create_task(self._sample_at(runner, request))
+            self._runner_of[task] = runner
+            task.add_done_callback(self._end)
+            called.set_result(task)
 
-    async def _sample(self, runner: _Runner, request: GroupRequest) -> None:
+    def _end(self, task: asyncio.Task[FinishedGroup]) -> None:
+        runner = self._runner_of.pop(task)
+        if not task.cancelled():
+            request = task.result().request
+            runner.count(-request.num_trajectories, self._loop.time())
+            self.num_sampled += request.num_trajectories
+            self._end_drained(runner)
+            self._dispatch()
+
+    async def _sample_at(self, runner: _Runner, request: GroupRequest) -> FinishedGroup:
         """Sample a group like ``EnvRunnerActor.sample_group``."""
         rng = random.Random(f"{self._config.debugging.seed} {request.group_id}")
         for index, attempt in enumerate(self._workload.attempts(rng, request.num_trajectories)):
@@ -350,12 +342,7 @@ class SimulatedRunners:
         group = await runner.runner.sample_group(request)
         batch: pa.RecordBatch = groups_to_record_batch([group])
         self.num_batch_bytes += batch.nbytes
-        runner.count(-request.num_trajectories, self._loop.time())
-        self._num_in_flight -= 1
-        self.num_sampled += request.num_trajectories
-        self._finished.append(FinishedGroup(request, summarize(group), batch))
-        self._is_any.set()
-        self._end_drained(runner)
+        return FinishedGroup(request, summarize(group), batch)
 
     def _end_drained(self, runner: _Runner) -> None:
         if runner in self._draining and not runner.num_in_flight:

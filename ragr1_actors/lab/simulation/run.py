@@ -153,7 +153,7 @@ class Simulator:
         self.runners = runners(loop, config, pace, workload, self.retrievers, load_at)
         self.runners.scale_to(size.num_runners, 0.0)
         tasks = [made_up_task(number) for number in range(num_tasks)]
-        self.collector = BatchCollector(_shuffled(config), tasks, self.runners)
+        self.collector = BatchCollector(_shuffled(config), tasks, self.runners.sample)
         self._learner = LearnerClock(loop.time)
         self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
         self._ticking = loop.create_task(self._tick())
@@ -167,7 +167,6 @@ class Simulator:
         """Do what the driver does about once a second while it waits."""
         while True:
             await asyncio.sleep(TICK_S)
-            self.runners.poll()
             self._controller.tick()
 
     def train(self, on_batch: Callable[[list[FinishedGroup]], None] = lambda batch: None) -> Iteration:
@@ -177,11 +176,11 @@ class Simulator:
         """
         started_s, before = self._loop.time(), self._counts()
         with self._learner.waits():
-            batch = self.collector.next_batch(self._version)
+            batch = self._loop.run_until_complete(self.collector.next_batch(self._version))
         self._learner.num_stale += self.collector.num_stale
         sampled_s = self._loop.time()
         if self._config.training.max_policy_lag:
-            self.collector.keep_busy(while_learning=True)
+            self._loop.run_until_complete(self.collector.feed(while_learning=True))
         lag = mean_lag(batch, self._version)
         on_batch(batch)
         num_trajectories = sum(group.request.num_trajectories for group in batch)
