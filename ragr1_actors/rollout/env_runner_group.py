@@ -230,13 +230,13 @@ class EnvRunnerGroup:
         return finished
 
     async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
-        self._num_in_flight[0] += request.num_trajectories
+        self._count(0, request.num_trajectories)
         sampled = self._open_task(runner.sample_group(request))
         try:
             group = await sampled
         finally:
             self._note_load()
-            self._num_in_flight[0] -= request.num_trajectories
+            self._count(0, -request.num_trajectories)
         return FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
 
     async def _sample_there(self, request: GroupRequest, *, is_urgent: bool) -> FinishedGroup | None:
@@ -291,7 +291,7 @@ class EnvRunnerGroup:
     def _send(self, request: GroupRequest, runner: Member[Pulse]) -> _Call:
         runner_id, process = runner.id, runner.pulses[0].process
         summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
-        self._num_in_flight[runner.index] += request.num_trajectories
+        self._count(runner.index, request.num_trajectories)
         call = _Call(request, runner, runner_id, process, summary, batch)
         call.ended = self._open_task(self._summary_of(call))
         return call
@@ -305,7 +305,8 @@ class EnvRunnerGroup:
     async def _summary_of(self, call: _Call) -> GroupSummary | None:
         """Wait for the summary of a call; None if the runner died, has another process, or was cancelled."""
         try:
-            process, summary = await call.summary
+            answer: tuple[Process, GroupSummary] = await call.summary
+            process, summary = answer
             if call.process != process:  # its weights may be those of the run's start
                 self.fleet.note_process(call.runner_id, process)
                 return None
@@ -320,11 +321,10 @@ class EnvRunnerGroup:
             raise FleetError(f"an env runner failed on {call.request.issue_id}: {last_line(error)}") from error
         finally:
             self._note_load()
-            self._num_in_flight[call.runner.index] -= call.request.num_trajectories
+            self._count(call.runner.index, -call.request.num_trajectories)
             self._end_drained()
             self._dispatch()
-        found: GroupSummary = summary
-        return found
+        return summary
 
     def _hedge(self, first: _Call) -> _Call | None:
         """Send a group that takes long to an idle runner, if nothing waits for one."""
@@ -360,7 +360,6 @@ class EnvRunnerGroup:
         """Use returned runners, end drained ones, and fail the waiting groups if no runner is left."""
         last_call_at = time.monotonic()
         while True:
-            self._account()
             self._admit()
             self._dispatch()
             self._end_drained()
@@ -375,12 +374,15 @@ class EnvRunnerGroup:
         waiting, self._waiting = self._waiting, deque()
         for _, called in waiting:
             if not called.done():
-                error = FleetError(f"none of {len(self.fleet.members)} env runners is left; {reason}")
-                called.set_exception(error)
+                called.set_exception(FleetError(f"none of {len(self.fleet.members)} env runners is left; {reason}"))
 
     def _note_load(self) -> None:
-        num_ready = 1 if self._local is not None else len(self._ready)
-        self._loads.append((self._num_in_flight.total() / max(1, num_ready), len(self._waiting)))
+        self._loads.append((self._num_in_flight.total() / max(1, self.num_healthy), len(self._waiting)))
+
+    def _count(self, index: int, num_trajectories: int) -> None:
+        """Count trajectories that a runner was given, or has returned."""
+        self._account()
+        self._num_in_flight[index] += num_trajectories
 
     def _account(self) -> None:
         """Count the seconds since the last call for each runner that had work."""

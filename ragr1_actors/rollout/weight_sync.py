@@ -244,9 +244,9 @@ class WeightSync:
         if self.shares_devices:
             self._learners.foreach_learner(_release_cache)
             self._env_runners.call_engines("wake_up", "weights")
-        version, receivers = self.delivery.version, self._env_runners.receivers
+        version, receivers = self.delivery.version, self._env_runners.receivers if self._is_direct else {}
         missed: dict[str, str] | None = None  # None means every runner
-        if self._is_direct and receivers:
+        if receivers:
             missed, *_ = self._learners.foreach_learner(partial(send, replace(self.delivery, receivers=receivers)))
         if missed:
             self.num_fallbacks += 1

@@ -44,7 +44,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 
@@ -90,7 +90,6 @@ from ragr1_actors.training.fleet_controller import TICK_S, FleetController
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
 
-T = TypeVar("T")
 OnProgress = Callable[[int, dict[str, float]], None]
 """Callback with the number of finished steps and the newest metrics."""
 HeldBlock = Callable[[], AbstractContextManager[None]]
@@ -149,7 +148,7 @@ class Algorithm:
         stored = config.training.from_trajectories
         self._sample = StoredGroups(Path(stored)).sample if stored else self._env_runners.sample
         self._evaluation: _Evaluation | None = None  # beside training
-        self._is_learning = False
+        self._is_learning, self._supervise_at = False, 0.0
         self._collector = BatchCollector(config, prepared.train_tasks, self._sample)
         self._learners = learners
         self._placement = placement
@@ -344,12 +343,13 @@ class Algorithm:
             self._is_learning = False
 
     async def _supervise(self) -> None:
-        """Give returned runners the newest weights, and change the sizes of the fleets."""
+        """Give returned runners the newest weights, and change the sizes of the fleets, once in ``TICK_S``."""
         while True:
+            await asyncio.sleep(self._supervise_at - time.monotonic())
             if not self._is_learning:
                 self._weight_sync.catch_up()
             self.controller.tick()
-            await asyncio.sleep(TICK_S)
+            self._supervise_at = time.monotonic() + TICK_S
 
     def _build_learner(self, name: str, policy: AnyFolder) -> None:
         if self._learner_name != name:
@@ -415,7 +415,7 @@ class Algorithm:
         """Wait until the evaluation beside training is done, if there is one, and tell its result."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
-            groups, num_failed = self._loop.run(_result_of(evaluation.sampled))
+            groups, num_failed = self._loop.run(asyncio.wait_for(evaluation.sampled, None))
             evaluation.on_result(self._keep_evaluation(evaluation.name, groups, num_failed))
 
     def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
@@ -492,7 +492,7 @@ class Algorithm:
                 return None
             self._loop.run(self._collector.drop_in_flight())
             if self._evaluation is not None:
-                self._loop.run(_result_of(self._evaluation.sampled))
+                self._loop.run(asyncio.wait_for(self._evaluation.sampled, None))
                 self._evaluation = None
             num_failed = self._collector.num_failed
             self._collector = BatchCollector(self.config, self.prepared.train_tasks, self._sample)
@@ -563,10 +563,6 @@ class Algorithm:
             self._fleets.stop()
             self._learners.stop()
             self._placement.remove()
-
-
-async def _result_of(task: asyncio.Task[T]) -> T:
-    return await task
 
 
 def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:

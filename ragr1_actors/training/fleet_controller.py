@@ -34,7 +34,7 @@ from ragr1_actors.runs.store import RunStore
 from retrieval.replicas.replica_set import ReplicaSet
 
 TICK_S = 1.0
-"""Seconds between two looks at the fleets and at the orders."""
+"""Seconds between two calls of ``tick``."""
 STORED_ORDER_S = 10.0
 """Seconds between two looks at the orders of a run at a URI."""
 NO_ROOM_AFTER_S = 60.0
@@ -146,7 +146,7 @@ class FleetController:
         self._fleets = {fleet.name: fleet for fleet in self._find_fleets(config, sampler)}
         self._decisions: list[ScalingDecision] = []
         self._order_id = ""
-        self._ticked_at = self._ordered_at = 0.0
+        self._ordered_at = 0.0
 
     def _find_fleets(self, config: RunConfig, sampler: RolloutFleets) -> list[_Controlled]:
         runners, retrieval, found = config.env_runners, config.retrieval, []
@@ -171,10 +171,7 @@ class FleetController:
         return found
 
     def tick(self) -> None:
-        """Look at the fleets and at the orders, and act; at most once in ``TICK_S``."""
-        if time.monotonic() - self._ticked_at < TICK_S:
-            return
-        self._ticked_at = time.monotonic()
+        """Look at the fleets and at the orders, and act."""
         self._take_order()
         leaving = draining_nodes() if self._fleets else set()
         for controlled in self._fleets.values():

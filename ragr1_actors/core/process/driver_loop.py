@@ -66,8 +66,10 @@ class DriverLoop:
 
     async def _with_beside(self, work: Coroutine[Any, Any, T]) -> T:
         main = asyncio.create_task(work)
-        tasks = [main, *(asyncio.create_task(look_after()) for look_after in self._beside)]
+        tasks: list[asyncio.Task[Any]] = [main]
         try:
+            await asyncio.sleep(0)  # what looks after the fleets sees the load that ``work`` begins with
+            tasks += [asyncio.create_task(look_after()) for look_after in self._beside]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done - {main}:
                 task.result()  # raises
