@@ -184,6 +184,6 @@ def test_a_folder_that_rank_0_did_not_write_into_is_no_checkpoint(
     monkeypatch.setattr(learner_group, "digest_files", lambda *arguments: written)
     saver = CheckpointSaver(store, learners)
     saver.begin(1, {"iteration": 1}, None)
-    with pytest.raises(UserError, match="written without learner.safetensors; if another node wrote it"):
+    with pytest.raises(UserError, match=r"written without learner\.safetensors; if another node wrote it"):
         saver.finish()
     assert steps(store) == []
