@@ -87,7 +87,9 @@ def test_a_policy_of_sft_that_was_written_on_another_node_ends_the_run(
     algorithm = Algorithm.start(config, run_dir, prepare(config, run_dir))
     monkeypatch.setattr(LearnerGroup, "save_policy", lambda self, directory: (tmp_path / "elsewhere").mkdir())
     try:
-        with pytest.raises(UserError, match=r"policy_sft was written without config\.json, model\.safetensors; if another node"):
+        with pytest.raises(
+            UserError, match=r"policy_sft was written without config\.json, model\.safetensors; if another node"
+        ):
             algorithm.pretrain(lambda step, metrics: None)
     finally:
         algorithm.stop()
