@@ -90,7 +90,7 @@ def run(load: Load, num_runners: int, num_periods: float, *, is_autoscaled: bool
             wall_s, paid_s = loop.time() - started_s, simulator.runners.replica_s() - paid_s
         finally:
             simulator.stop()
-    sizes = (num_runners, *(change.after for change in simulator.resized))
+    sizes = (num_runners, *(change.after for change in simulator.sizes.take_decisions()))
     return Outcome(3600 * num_batches / wall_s, paid_s / wall_s, sizes)
 
 

@@ -2,11 +2,12 @@
 
 One ``train()``::
 
-    TaskLedger ──issue───► EnvRunnerGroup ──finished groups──► GroupBuffer ──batch──► make_room, LearnerGroup.update
-         ▲                      ▲    ▲ queries                     │ stale, failed               │
-         │                      │    ▼                             │                             │ weights
-         └── again ─────────────│──RetrieverGroup ◄────────────────┘                             │
-                                └──────────────── WeightSync.publish(version + 1) ◄──────────────┘
+    TaskLedger ──request──► EnvRunnerGroup ──finished groups──► BatchCollector ──batch──► make_room, LearnerGroup.update
+        ▲                      ▲    ▲ queries                       │ failed, stale, lost            │
+        │                      │    ▼                               │                                │ weights
+        │                      │  RetrieverGroup                    │                                │
+        └────── again ─────────│────────────────────────────────────┘                                │
+                               └──────────────────── WeightSync.publish(version + 1) ◄───────────────┘
 
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
 ``publish`` wakes them (``rollout/weight_sync.py``). The learners also need the devices to write a checkpoint.

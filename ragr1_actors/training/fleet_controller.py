@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from cluster.metrics import count
@@ -88,25 +88,44 @@ class LearnerClock:
         return LearnerState(self.num_batches, sums["busy"], sums["waited"], num_finished_batches, self.num_stale)
 
 
+class Scalable(Protocol):
+    """Group of replicas whose number can change."""
+
+    def state(self) -> FleetState:
+        """Return the load."""
+        ...
+
+    def scale_to(self, size: int, /) -> None:
+        """Start replicas, or let some drain."""
+        ...
+
+
+G = TypeVar("G", bound=Scalable)
+
+
 @dataclass
-class _Controlled:
-    """A group of actors, its size, and what decides about it."""
+class Controlled(Generic[G]):
+    """A group of replicas, its size, and what decides about it."""
 
     name: FleetName
     prefix: str
     """Beginning of the names of its metrics: ``env_runners/``."""
-    group: EnvRunnerGroup | ReplicaSet
+    group: G
     num_replicas: int
     """Wanted size."""
     make_scaler: Callable[[int], Autoscaler] | None
     """Function of the size that returns an autoscaler; None if the fleet has no settings for autoscaling."""
-    scaler: Autoscaler | None = None
+    scaler: Autoscaler | None = field(init=False)
     """Autoscaler; None without settings, and while a person has chosen the size."""
     state: FleetState | None = None
     replica_s: float = 0.0
     """Replica-seconds of replicas that took requests or started."""
     has_no_room_since_s: float | None = None
     said_no_room: bool = False
+
+    def __post_init__(self) -> None:
+        """Let the fleet follow its load, if it has settings for that."""
+        self.scaler = self.make_scaler and self.make_scaler(self.num_replicas)
 
     def note(self, state: FleetState) -> None:
         """Keep the newest state."""
@@ -122,8 +141,57 @@ class _Controlled:
         return {f"{self.prefix}{name}": float(value) for name, value in values.items()}
 
 
-class FleetController:
-    """Decides about the sizes of the fleets of one run."""
+class FleetSizes(Generic[G]):
+    """Sizes of fleets by their load, in a run and in ``ragr1 simulate``."""
+
+    def __init__(
+        self,
+        fleets: Sequence[Controlled[G]],
+        learner: LearnerClock,
+        num_finished_batches: Callable[[], float],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin with the fleets in their first sizes.
+
+        ``num_finished_batches`` returns the number of batches that wait for the learner, and ``clock`` the time of a
+        decision in seconds.
+        """
+        self.learner = learner
+        self._fleets = {fleet.name: fleet for fleet in fleets}
+        self._num_finished_batches, self._clock = num_finished_batches, clock
+        self._decisions: list[ScalingDecision] = []
+
+    def tick(self) -> None:
+        """Look at the fleets, and change their sizes."""
+        for controlled in self._fleets.values():
+            state = controlled.group.state()
+            if controlled.name == "runners":
+                state = replace(state, learner=self.learner.state(self._num_finished_batches()))
+            controlled.note(state)
+            if controlled.scaler is not None:
+                decision = controlled.scaler.decide(state)
+                if decision.num_replicas != controlled.num_replicas:
+                    self._resize(controlled, decision.num_replicas, decision.reason)
+
+    def _resize(self, controlled: Controlled[G], size: int, reason: str) -> None:
+        made = ScalingDecision(self._clock(), controlled.name, controlled.num_replicas, size, reason)
+        self._decisions.append(made)
+        logger.info("%s", made)
+        controlled.group.scale_to(size)
+        controlled.num_replicas = size
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sizes of the fleets: ``{"env_runners/target": 4.0, "env_runners/starting": 1.0, ...}``."""
+        return {name: value for fleet in self._fleets.values() for name, value in fleet.metrics().items()}
+
+    def take_decisions(self) -> list[ScalingDecision]:
+        """Return the decisions since the last call."""
+        taken, self._decisions = self._decisions, []
+        return taken
+
+
+class FleetController(FleetSizes[EnvRunnerGroup | ReplicaSet]):
+    """Decides about the sizes of the fleets of one run, also by orders of a person and of Ray's autoscaler."""
 
     def __init__(
         self,
@@ -133,73 +201,55 @@ class FleetController:
         num_finished_batches: Callable[[], float],
         learner_actors: Callable[[], list[Any]],
     ) -> None:
-        """Begin with the fleets in their first sizes.
-
-        ``num_finished_batches`` returns the number of batches that wait for the learner, and ``learner_actors`` the
-        actors of the learner ranks.
-        """
+        """Begin with the fleets in their first sizes; ``learner_actors`` returns the actors of the learner ranks."""
         self._learner_actors = learner_actors
-        self.learner = LearnerClock()
         self._store = store
-        self._num_finished_batches = num_finished_batches
         self._refusals: dict[FleetName, str] = {}
-        self._fleets = {fleet.name: fleet for fleet in self._find_fleets(config, sampler)}
-        self._decisions: list[ScalingDecision] = []
+        super().__init__(self._find_fleets(config, sampler), LearnerClock(), num_finished_batches)
         self._order_id = ""
         self._ordered_at = 0.0
 
-    def _find_fleets(self, config: RunConfig, sampler: RolloutFleets) -> list[_Controlled]:
-        runners, retrieval, found = config.env_runners, config.retrieval, []
+    def _find_fleets(self, config: RunConfig, sampler: RolloutFleets) -> list[Controlled[EnvRunnerGroup | ReplicaSet]]:
+        runners, retrieval = config.env_runners, config.retrieval
+        found: list[Controlled[EnvRunnerGroup | ReplicaSet]] = []
         if not runners.num_env_runners:
             self._refusals["runners"] = "the driver samples itself (env_runners.num_env_runners is 0)"
         elif choose_transport(config) == "ipc":
             self._refusals["runners"] = "each runner shares its GPU with a learner rank for good"
         else:
-            make = _runner_scaler(config)
-            found.append(_Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
+            make = runner_scaler(config)
+            found.append(Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
         names: tuple[FleetName, ...] = ("retrievers", "encoders")
         sizes = (retrieval.num_retrievers, retrieval.encoders.num_encoders)
         settings = (retrieval.autoscaling, retrieval.encoders.autoscaling)
         fleets = sampler.retrievers.fleets
         for name, fleet, size, keys in zip(names, fleets, sizes, settings, strict=False):
-            found.append(_Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, _retriever_scaler(keys)))
+            found.append(Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, retriever_scaler(keys)))
         keys_of = {"retrievers": "retrieval.num_retrievers", "encoders": "retrieval.encoders.num_encoders"}
         for name, key in [(name, keys_of[name]) for name in names[len(fleets) :]]:
             self._refusals[name] = f"the run has no actors of this kind ({key} or retrieval.type)"
-        for controlled in found:
-            controlled.scaler = controlled.make_scaler and controlled.make_scaler(controlled.num_replicas)
         return found
 
     def tick(self) -> None:
-        """Look at the fleets and at the orders, and act."""
+        """Look at the orders, at nodes that Ray takes back, and at the fleets."""
         self._take_order()
         leaving = draining_nodes() if self._fleets else set()
         for controlled in self._fleets.values():
-            state = controlled.group.state()
-            if controlled.name == "runners":
-                state = replace(state, learner=self.learner.state(self._num_finished_batches()))
-            controlled.note(state)
             if leaving and (num_moved := controlled.group.fleet.drain_nodes(leaving)):
                 self._resize(controlled, controlled.num_replicas, f"Ray takes back the nodes of {num_moved}")
-            if controlled.scaler is not None:
-                decision = controlled.scaler.decide(state)
-                if decision.num_replicas != controlled.num_replicas:
-                    self._resize(controlled, decision.num_replicas, decision.reason)
+        super().tick()
+        for controlled in self._fleets.values():
             self._look_for_room(controlled)
 
-    def _resize(self, controlled: _Controlled, size: int, reason: str) -> None:
-        made = ScalingDecision(time.time(), controlled.name, controlled.num_replicas, size, reason)
-        self._decisions.append(made)
-        logger.info("%s", made)
+    def _resize(self, controlled: Controlled[EnvRunnerGroup | ReplicaSet], size: int, reason: str) -> None:
         if size != controlled.num_replicas:
             direction = "up" if size > controlled.num_replicas else "down"
             count("scaling_decisions", 1, fleet=controlled.name, direction=direction)
-        controlled.group.scale_to(size)
-        controlled.num_replicas = size
+        super()._resize(controlled, size, reason)
         controlled.note(controlled.group.state())  # a row of metrics never has the new target beside the old sizes
         controlled.has_no_room_since_s, controlled.said_no_room = None, False
 
-    def _look_for_room(self, controlled: _Controlled) -> None:
+    def _look_for_room(self, controlled: Controlled[EnvRunnerGroup | ReplicaSet]) -> None:
         """Warn once after a decision if new replicas have no place."""
         if controlled.said_no_room or not (waiting := controlled.group.fleet.unplaced()):
             controlled.has_no_room_since_s = None
@@ -263,22 +313,15 @@ class FleetController:
         changes = [f"{name} {before[name]} -> {size}" for name, size in order.sizes.items()]
         return ScaleAnswer(order_id=order.order_id, message=", ".join(changes))
 
-    def metrics(self) -> dict[str, float]:
-        """Return the sizes of the fleets: ``{"env_runners/target": 4.0, "env_runners/starting": 1.0, ...}``."""
-        return {name: value for fleet in self._fleets.values() for name, value in fleet.metrics().items()}
 
-    def take_decisions(self) -> list[ScalingDecision]:
-        """Return the decisions since the last call."""
-        taken, self._decisions = self._decisions, []
-        return taken
-
-
-def _runner_scaler(config: RunConfig) -> Callable[[int], Autoscaler] | None:
+def runner_scaler(config: RunConfig) -> Callable[[int], Autoscaler] | None:
+    """Return the function that makes an autoscaler of env runners; None without settings."""
     runners = config.env_runners
     settings = runners.autoscaling
     most, lag = runners.max_concurrent_trajectories, config.training.max_policy_lag
     return None if settings is None else lambda size: autoscale_runners(settings, size, most, lag)
 
 
-def _retriever_scaler(settings: RetrieverAutoscaling | None) -> Callable[[int], Autoscaler] | None:
+def retriever_scaler(settings: RetrieverAutoscaling | None) -> Callable[[int], Autoscaler] | None:
+    """Return the same of retrievers, or of encoders."""
     return None if settings is None else lambda size: autoscale_retrievers(settings, size)

@@ -19,15 +19,23 @@ from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.lab.simulation.engine import LoadAt
 from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
-from ragr1_actors.lab.simulation.scaling import Resized, SimulatedController
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Workload, made_up_task
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
+from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics
 from ragr1_actors.training.batches import BatchCollector
-from ragr1_actors.training.fleet_controller import TICK_S, LearnerClock
+from ragr1_actors.training.fleet_controller import (
+    TICK_S,
+    Controlled,
+    FleetSizes,
+    LearnerClock,
+    Scalable,
+    retriever_scaler,
+    runner_scaler,
+)
 
 NUM_TASKS = 4096
 
@@ -77,7 +85,7 @@ class Simulation:
     """Bytes of the record batches of all groups, warm-up included."""
     load: Load
     verdict: Verdict
-    resized: tuple[Resized, ...]
+    resized: tuple[ScalingDecision, ...]
     """Decisions of the autoscaling policy, warm-up included."""
 
     @property
@@ -126,7 +134,7 @@ def simulate(
         num_batch_bytes=simulator.runners.num_batch_bytes,
         load=load,
         verdict=find_bottleneck(load),
-        resized=tuple(simulator.resized),
+        resized=tuple(simulator.sizes.take_decisions()),
     )
 
 
@@ -155,19 +163,21 @@ class Simulator:
         tasks = [made_up_task(number) for number in range(num_tasks)]
         self.collector = BatchCollector(_shuffled(config), tasks, self.runners.sample)
         self._learner = LearnerClock(loop.time)
-        self._controller = SimulatedController(config, self.runners, self.retrievers, self._learner, self.collector)
+        fleets: list[Controlled[Scalable]] = [
+            Controlled("runners", "", self.runners, size.num_runners, runner_scaler(config)),
+            Controlled(
+                "retrievers", "", self.retrievers, size.num_retrievers, retriever_scaler(config.retrieval.autoscaling)
+            ),
+        ]
+        self.sizes = FleetSizes(fleets, self._learner, self.collector.num_finished_batches, loop.time)
+        """Sizes of both fleets, with the decisions of the autoscaling policy so far."""
         self._ticking = loop.create_task(self._tick())
-
-    @property
-    def resized(self) -> list[Resized]:
-        """Decisions of the autoscaling policy so far."""
-        return self._controller.resized
 
     async def _tick(self) -> None:
         """Do what the driver does about once a second while it waits."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._controller.tick()
+            self.sizes.tick()
 
     def train(self, on_batch: Callable[[list[FinishedGroup]], None] = lambda batch: None) -> Iteration:
         """Collect a batch, learn from it and publish; the calls and their order are as in ``Algorithm.train``.

@@ -32,7 +32,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, Sampling
 from ragr1_actors.recipes.worlds.evidence import evidence_in
 
-STOPS_EARLY, KEEPS_NOTHING = 0.4, 0.4
+STOPS_EARLY, KEEPS_NOTHING = 0.6, 0.3
 """Shares of the demonstrations that are done a search too early, and of their turns that keep nothing."""
 _TURN = re.compile(r"\s*<keep>\[([\d,\s]*)\]</keep>\s*(?:<query>(.+?)</query>|<done></done>)\s*", re.DOTALL)
 _ANSWER = "Answer in as few words as possible.\n{documents}\nQuestion: {question}"
