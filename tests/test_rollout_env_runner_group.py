@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 from fakes import OnePassage
-from fleet_world import collect, drain, look, num_unfinished, pids, request, submit, wait_until_healed
-from ray._private.state import state
-from ray.experimental.internal_kv import _internal_kv_get
+from fleet_world import collect, drain, num_unfinished, pids, request, submit, wait_until_healed
 from small_world import wait_for
 from transformers import AutoModelForCausalLM
 
@@ -248,37 +246,6 @@ def test_a_runner_that_hangs_is_replaced_and_holds_up_no_call_of_the_driver(
     fleet.update_weights(weights, version=8)
     check_that_both_have(8)
     fleet.stop()
-
-
-@pytest.mark.slow
-def test_a_runner_that_is_stopped_while_it_loads_loads_again_and_one_that_always_hangs_is_given_up(
-    ray_local: ModuleType, policy_dir: Path
-) -> None:
-    """The second as one whose engine needs longer for a pass than a runner may be silent."""
-    fleet = EnvRunnerGroup(make_config(hang_timeout_s=10, num_env_runners=1), policy_dir, OnePassage())
-    actor_id = fleet.fleet.unplaced()[0]._actor_id.hex()
-    assert wait_for(lambda: _internal_kv_get(f"beat {actor_id}", namespace="ragr1_beats"), 600)  # it loads
-    stopped = state.actor_table(actor_id)["Pid"]
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        fleet.wait_until_ready()
-        assert pids(fleet) != [stopped]
-        assert fleet.fleet.num_hangs >= 1
-
-        def polled() -> EnvRunnerGroup:
-            look(fleet)
-            return fleet
-
-        while (number := fleet.fleet.num_hangs) < 3:  # it finishes no group in between
-            assert wait_for(lambda: polled().num_healthy == 1, 600)
-            os.kill(pids(fleet)[0], signal.SIGSTOP)
-            assert wait_for(lambda number=number: polled().fleet.num_hangs > number, 600)
-        assert fleet.fleet.num_hangs == 3
-        submit(fleet, request(0))
-        with pytest.raises(FleetError, match=r"hung 3 times .* raise debugging\.fault_tolerance\.hang_timeout_s"):
-            drain(fleet)
-    finally:
-        fleet.stop()
 
 
 @pytest.mark.slow

@@ -66,21 +66,6 @@ def check_books(run_dir: Path) -> None:
     assert (tasks.failed, tasks.lost, tasks.doubled) == (0, 0, 0)
 
 
-def test_a_run_goes_on_without_the_runners_that_are_stopped(files: Path, tmp_path: Path) -> None:
-    """In SFT the driver waits for the learner; in RL weights move to a runner once the other has sampled its groups."""
-    run_dir, stopped = tmp_path / "run", list[int]()
-    with started(recipe(files, tmp_path, 15), "--run-dir", str(run_dir), cwd=tmp_path) as run:
-        for stage in ("sft", "rl"):
-            assert wait_for(lambda stage=stage: num_rows(run_dir, stage) > 0, 900, run), run.communicate()
-            stopped.append(next(pid for pid in processes(run.pid, "ray::EnvRunnerActor") if pid not in stopped))
-            os.kill(stopped[-1], signal.SIGSTOP)
-        output, errors = run.communicate(timeout=1200)
-    assert run.returncode == 0, output + errors
-    assert len(re.findall(r"env runner \d hangs: it has not answered for \d+ s", output + errors)) >= 2
-    assert not any(Path(f"/proc/{pid}").exists() for pid in stopped)
-    check_books(run_dir)
-
-
 def last(run_dir: Path, name: str) -> Any:
     return [row[name] for row in read_metrics(run_dir) if name in row][-1]
 
