@@ -128,7 +128,7 @@ class FaultyRunners(SimulatedRunners):
                 task.cancel()
         self._hung.discard(runner)
         self._runners.remove(runner)
-        self._retrievers.forget(runner.number)
+        self._retrievers.forget(runner.index)
         self._start(RESTART_S)
 
     def _hang(self, runner: Any, seconds: float) -> None:

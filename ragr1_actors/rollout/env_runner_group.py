@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from statistics import median
@@ -46,6 +46,7 @@ from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
+from ragr1_actors.rollout.request_queue import RequestQueue
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -105,19 +106,14 @@ class EnvRunnerGroup:
         settings = config.env_runners
         self.loop = DriverLoop()
         """Event loop in which groups are sampled, and the runners looked after."""
-        self._waiting: deque[tuple[GroupRequest, asyncio.Future[_Call]]] = deque()
         self._open: set[asyncio.Task[Any]] = set()  # of groups at runners
-        self._is_held = False  # waiting groups keep waiting, and returned runners, too
         self._took_s: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_USUAL_GROUPS))
         self._fault_tolerance = config.debugging.fault_tolerance
         self.num_hedged = 0
-        self._num_in_flight: Counter[int] = Counter()  # trajectories that a runner, by index, has not returned
         self.admissions: dict[MemberId, Any] = {}  # open calls of ``catch_up``, in which a runner may load its engine
         self._version: int | None = None  # published last, and its weights once they are here
         self._weights: Any = None
-        self._busy_s, self._num_sampled, self._accounted_at = 0.0, 0, time.monotonic()
         self._local: EnvRunner | None = None
-        self._loads: list[tuple[float, int]] = []  # for ``metrics``: load and queue
         # trajectories: twice the number that a runner runs at once, so that the next request is there when one ends
         self._max_in_flight = 2 * settings.max_concurrent_trajectories
         self.fleet = Fleet[Pulse](
@@ -128,6 +124,10 @@ class EnvRunnerGroup:
             interval_s=PULSE_INTERVAL_S,
             max_hangs=MAX_HANGS,
             owner_admits=True,
+        )
+        # the lock: so that a chosen runner has a process
+        self._queue = RequestQueue[Any, _Call](
+            lambda: self._ready, self._send, self._max_in_flight, time.monotonic, self.fleet.changed
         )
         if settings.num_env_runners == 0:
             self._local = EnvRunner.load(config, policy, retriever, version)
@@ -161,16 +161,7 @@ class EnvRunnerGroup:
 
     def state(self) -> FleetState:
         """Return the load for the fleet's autoscaler; requests are trajectories."""
-        self._account()
-        return FleetState(
-            time.monotonic(),
-            self.num_healthy,
-            self.fleet.num(MemberState.STARTING),
-            ongoing=float(self._num_in_flight.total()),
-            queued=float(sum(request.num_trajectories for request, _ in self._waiting)),
-            busy_s=self._busy_s,
-            num_answered=float(self._num_sampled),
-        )
+        return self._queue.state(self.fleet.num(MemberState.STARTING))
 
     def scale_to(self, num_env_runners: int) -> None:
         """Add runners, or let some drain, while the others sample; a draining runner is not counted.
@@ -178,7 +169,7 @@ class EnvRunnerGroup:
         Runners that are lost or still starting are removed first, then those with the least load.
         """
         assert self._local is None and num_env_runners >= 1, num_env_runners
-        self.fleet.scale_to(num_env_runners, lambda runner: self._num_in_flight[runner.index])
+        self.fleet.scale_to(num_env_runners, lambda runner: self._queue.num_in_flight[runner])
         self._end_drained()
 
     @property
@@ -192,7 +183,7 @@ class EnvRunnerGroup:
         ``load`` is the number of trajectories in flight per healthy runner and ``queue`` the number of groups that wait
         for a runner, both averaged over the groups that finished since the last call of this method.
         """
-        loads, self._loads = self._loads or [(0.0, 0)], []
+        load, queue = self._queue.take_load()
         return {
             "num_healthy": float(self.num_healthy),
             "num_restarts": float(self.fleet.num_restarts),
@@ -200,8 +191,8 @@ class EnvRunnerGroup:
             "num_hedged": float(self.num_hedged),
             "num_lost": float(self.fleet.num(MemberState.LOST)),
             "num_draining": float(self.fleet.num(MemberState.DRAINING)),
-            "load": sum(load for load, _ in loads) / len(loads),
-            "queue": sum(queue for _, queue in loads) / len(loads),
+            "load": load,
+            "queue": queue,
         }
 
     def foreach_env_runner(self, func: Callable[[EnvRunner], T]) -> list[T]:
@@ -230,18 +221,17 @@ class EnvRunnerGroup:
         return finished
 
     async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
-        self._count(0, request.num_trajectories)
+        self._queue.begin(runner, request.num_trajectories)
         sampled = self._open_task(runner.sample_group(request))
         try:
             group = await sampled
         finally:
-            self._note_load()
-            self._count(0, -request.num_trajectories)
+            self._queue.end(runner, request.num_trajectories)
         return FinishedGroup(request, summarize(group), groups_to_record_batch([group]))
 
     async def _sample_there(self, request: GroupRequest, *, is_urgent: bool) -> FinishedGroup | None:
         """Return a group from a runner, or from a second one if the first takes long; None if all that had it died."""
-        first = await self._place(request, is_urgent=is_urgent)
+        first = await self._queue.place(request, is_urgent=is_urgent)
         calls = {first.ended: first}
         may_hedge = self._fault_tolerance.hedge_factor > 0
         next_look_at = first.sent_at + _HEDGE_AFTER_S
@@ -256,7 +246,7 @@ class EnvRunnerGroup:
                         ray.cancel(other.summary)
                     call.runner.num_hangs = 0
                     self._took_s[request.num_trajectories].append(time.monotonic() - call.sent_at)
-                    self._num_sampled += request.num_trajectories
+                    self._queue.num_sampled += request.num_trajectories
                     return FinishedGroup(request, summary, call.batch)
             if may_hedge and not done:
                 next_look_at = time.monotonic() + LOOK_S
@@ -265,33 +255,10 @@ class EnvRunnerGroup:
                     may_hedge = False
         return None
 
-    async def _place(self, request: GroupRequest, *, is_urgent: bool) -> _Call:
-        """Wait until a runner takes a request."""
-        called: asyncio.Future[_Call] = asyncio.get_running_loop().create_future()
-        if is_urgent:
-            self._waiting.appendleft((request, called))
-        else:
-            self._waiting.append((request, called))
-        self._dispatch()
-        return await called
-
-    def _dispatch(self) -> None:
-        """Give waiting requests to runners that have room."""
-        with self.fleet.changed:  # so that a chosen runner has a process
-            while self._waiting and not self._is_held:
-                if self._waiting[0][1].done():  # cancelled
-                    self._waiting.popleft()
-                    continue
-                runner = min(self._ready, key=lambda runner: self._num_in_flight[runner.index], default=None)
-                if runner is None or self._num_in_flight[runner.index] >= self._max_in_flight:
-                    return
-                request, called = self._waiting.popleft()
-                called.set_result(self._send(request, runner))
-
     def _send(self, request: GroupRequest, runner: Member[Pulse]) -> _Call:
         runner_id, process = runner.id, runner.pulses[0].process
         summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
-        self._count(runner.index, request.num_trajectories)
+        self._queue.begin(runner, request.num_trajectories)
         call = _Call(request, runner, runner_id, process, summary, batch)
         call.ended = self._open_task(self._summary_of(call))
         return call
@@ -320,23 +287,22 @@ class EnvRunnerGroup:
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {call.request.issue_id}: {last_line(error)}") from error
         finally:
-            self._note_load()
-            self._count(call.runner.index, -call.request.num_trajectories)
+            self._queue.end(call.runner, call.request.num_trajectories)
             self._end_drained()
-            self._dispatch()
+            self._queue.dispatch()
         return summary
 
     def _hedge(self, first: _Call) -> _Call | None:
         """Send a group that takes long to an idle runner, if nothing waits for one."""
         request = first.request
         took_s, takes_s = self._took_s[request.num_trajectories], time.monotonic() - first.sent_at
-        if len(took_s) < _USUAL_GROUPS // 4 or (self._waiting and not self._is_held):
+        if len(took_s) < _USUAL_GROUPS // 4 or (self._queue and not self._queue.is_held):
             return None
         usual_s = median(took_s)
         if takes_s < max(_HEDGE_AFTER_S, self._fault_tolerance.hedge_factor * usual_s):
             return None
         with self.fleet.changed:
-            idle = next((runner for runner in self._ready if not self._num_in_flight[runner.index]), None)
+            idle = next((runner for runner in self._ready if not self._queue.num_in_flight[runner]), None)
             if idle is None:
                 return None
             second = self._send(request, idle)
@@ -349,50 +315,31 @@ class EnvRunnerGroup:
 
     async def finish_in_flight(self) -> None:
         """Wait until no runner samples. Groups that no runner has begun keep waiting until the loop runs again."""
-        was_held, self._is_held = self._is_held, True
+        was_held, self._queue.is_held = self._queue.is_held, True
         try:
             while self._open:
                 await asyncio.wait(self._open)
         finally:
-            self._is_held = was_held
+            self._queue.is_held = was_held
 
     async def _look_after(self) -> None:
         """Use returned runners, end drained ones, and fail the waiting groups if no runner is left."""
         last_call_at = time.monotonic()
         while True:
             self._admit()
-            self._dispatch()
+            self._queue.dispatch()
             self._end_drained()
             now = time.monotonic()
-            if self._open or not self._waiting:
+            if self._open or not self._queue:
                 last_call_at = now
             elif now - last_call_at > RESTART_TIMEOUT_S or all(runner.is_lost for runner in self.fleet.members):
-                self._fail_waiting(self.fleet.failure or "none came back in time")
+                why = self.fleet.failure or "none came back in time"
+                self._queue.fail(FleetError(f"none of {len(self.fleet.members)} env runners is left; {why}"))
             await asyncio.sleep(LOOK_S if self._ready else LOOK_S / 10)
-
-    def _fail_waiting(self, reason: str) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for _, called in waiting:
-            if not called.done():
-                called.set_exception(FleetError(f"none of {len(self.fleet.members)} env runners is left; {reason}"))
-
-    def _note_load(self) -> None:
-        self._loads.append((self._num_in_flight.total() / max(1, self.num_healthy), len(self._waiting)))
-
-    def _count(self, index: int, num_trajectories: int) -> None:
-        """Count trajectories that a runner was given, or has returned."""
-        self._account()
-        self._num_in_flight[index] += num_trajectories
-
-    def _account(self) -> None:
-        """Count the seconds since the last call for each runner that had work."""
-        now = time.monotonic()
-        self._busy_s += (now - self._accounted_at) * sum(number > 0 for number in self._num_in_flight.values())
-        self._accounted_at = now
 
     def _end_drained(self) -> None:
         for runner in self.fleet.members:
-            if runner.is_draining and not self._num_in_flight[runner.index]:
+            if runner.is_draining and not self._queue.num_in_flight[runner]:
                 self.fleet.end(runner)
 
     @property
@@ -423,7 +370,7 @@ class EnvRunnerGroup:
 
     def _admit(self) -> None:
         """Use the runners that are up once they have the newest weights."""
-        if self._is_held:
+        if self._queue.is_held:
             return
         for runner in filter(_waits, self.fleet.members):
             if self._version is None:
@@ -486,11 +433,11 @@ class EnvRunnerGroup:
 
     def rest(self) -> None:
         """Give runners no work, and let none load its engine, until ``wake``."""
-        self._is_held = True
+        self._queue.is_held = True
 
     def wake(self) -> None:
         """Give runners work again."""
-        self._is_held = False
+        self._queue.is_held = False
 
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""

@@ -42,7 +42,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -97,13 +96,8 @@ HeldBlock = Callable[[], AbstractContextManager[None]]
 """Function that returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Evaluation:
-    """Evaluation beside training."""
-
-    name: str
-    on_result: Callable[[EvalResult], None]
-    sampled: asyncio.Task[tuple[list[FinishedGroup], int]]
+_Evaluation = tuple[str, Callable[[EvalResult], None], asyncio.Task[tuple[list[FinishedGroup], int]]]
+"""Evaluation beside training: its name, the callback of its result, and its task."""
 
 
 class Algorithm:
@@ -394,7 +388,7 @@ class Algorithm:
         """
         self._finish_evaluation()
         sampled = self._loop.begin(self._sample_evaluation(lambda group: None, is_urgent=True))
-        self._evaluation = _Evaluation(name, on_result, sampled)
+        self._evaluation = name, on_result, sampled
 
     async def _sample_evaluation(
         self, on_group: OnGroup, *, is_urgent: bool = False
@@ -416,8 +410,8 @@ class Algorithm:
         """Wait until the evaluation beside training is done, if there is one, and tell its result."""
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
-            groups, num_failed = self._loop.run(asyncio.wait_for(evaluation.sampled, None))
-            evaluation.on_result(self._keep_evaluation(evaluation.name, groups, num_failed))
+            name, on_result, sampled = evaluation
+            on_result(self._keep_evaluation(name, *self._loop.run(asyncio.wait_for(sampled, None))))
 
     def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
         if name and self.config.checkpointing.keep_trajectories:
@@ -493,7 +487,7 @@ class Algorithm:
                 return None
             self._loop.run(self._collector.drop_in_flight())
             if self._evaluation is not None:
-                self._loop.run(asyncio.wait_for(self._evaluation.sampled, None))
+                self._loop.run(asyncio.wait_for(self._evaluation[-1], None))
                 self._evaluation = None
             num_failed = self._collector.num_failed
             self._collector = BatchCollector(self.config, self.prepared.train_tasks, self._sample)

@@ -93,11 +93,9 @@ class Scalable(Protocol):
 
     def state(self) -> FleetState:
         """Return the load."""
-        ...
 
     def scale_to(self, size: int, /) -> None:
         """Start replicas, or let some drain."""
-        ...
 
 
 G = TypeVar("G", bound=Scalable)

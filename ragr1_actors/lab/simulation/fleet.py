@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import fsum
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from ragr1_actors.lab.simulation.workload import CACHED, CHARACTERS_PER_TOKEN, C
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
+from ragr1_actors.rollout.request_queue import RequestQueue
 from retrieval.base import Hits, Passage
 from retrieval.replicas.batching import PoolArguments, PooledRetriever
 from retrieval.replicas.replica_set import REFRESH_S
@@ -167,21 +169,10 @@ class SimulatedClient:
 
 @dataclass(slots=True, eq=False)
 class _Runner:
-    number: int
+    index: int
     runner: EnvRunner
     engine: SimulatedEngine
     life: _Life
-    num_in_flight: int = 0
-    busy_s: float = 0.0
-    busy_since_s: float = 0.0
-
-    def count(self, num_trajectories: int, now_s: float) -> None:
-        """Count trajectories that were asked for, or came back."""
-        if not self.num_in_flight:
-            self.busy_since_s = now_s
-        self.num_in_flight += num_trajectories
-        if not self.num_in_flight:
-            self.busy_s += now_s - self.busy_since_s
 
 
 class SimulatedRunners:
@@ -200,70 +191,37 @@ class SimulatedRunners:
         self._config, self._pace, self._workload, self._retrievers = config, pace, workload, retrievers
         self._load_at = load_at
         self._loop = loop
-        self._max_in_flight = 2 * config.env_runners.max_concurrent_trajectories  # as in EnvRunnerGroup
+        most = 2 * config.env_runners.max_concurrent_trajectories  # as in EnvRunnerGroup
+        self.queue = RequestQueue[_Runner, asyncio.Task[FinishedGroup]](
+            lambda: self._ready, self._call, most, loop.time, nullcontext()
+        )
         self._version = 0
         self._runners: list[_Runner] = []
         self._draining: list[_Runner] = []
         self._lives: list[_Life] = []
-        self._ended_busy_s = 0.0
-        self._waiting: deque[tuple[GroupRequest, asyncio.Future[asyncio.Task[FinishedGroup]]]] = deque()
         self._runner_of: dict[asyncio.Task[FinishedGroup], _Runner] = {}  # by the task of a group
-        self._loads: list[float] = []
-        self.num_sampled = 0
-        """Number of trajectories since the start."""
         self.num_batch_bytes = 0
         """Bytes of all record batches."""
 
     async def sample(self, request: GroupRequest) -> FinishedGroup:
         """Sample a group like ``EnvRunnerGroup.sample``."""
-        called: asyncio.Future[asyncio.Task[FinishedGroup]] = self._loop.create_future()
-        self._waiting.append((request, called))
+        is_urgent = False
         while True:
-            self._dispatch()
-            sampled = await called
+            sampled = await self.queue.place(request, is_urgent=is_urgent)
             await asyncio.wait([sampled])
             if not sampled.cancelled():
                 return sampled.result()
-            called = self._loop.create_future()  # its runner died
-            self._waiting.appendleft((request, called))
+            is_urgent = True  # its runner died
 
     # -- the fleet -------------------------------------------------------------------------------------------------
 
     @property
-    def num_running(self) -> int:
-        """Number of runners that take requests."""
-        return sum(runner.life.ready_s <= self._loop.time() for runner in self._runners)
-
-    @property
-    def num_starting(self) -> int:
-        """Number of runners that still load."""
-        return len(self._runners) - self.num_running
+    def _ready(self) -> list[_Runner]:
+        return [runner for runner in self._runners if runner.life.ready_s <= self._loop.time()]
 
     def state(self) -> FleetState:
         """Return the load for the fleet's autoscaler; requests are trajectories."""
-        return FleetState(
-            self._loop.time(),
-            self.num_running,
-            self.num_starting,
-            ongoing=float(sum(runner.num_in_flight for runner in [*self._runners, *self._draining])),
-            queued=float(sum(request.num_trajectories for request, _ in self._waiting)),
-            busy_s=self.busy_s,
-            num_answered=float(self.num_sampled),
-        )
-
-    @property
-    def busy_s(self) -> float:
-        """Runner-seconds with trajectories since the start."""
-        now_s = self._loop.time()
-        busy = [
-            r.busy_s + (now_s - r.busy_since_s if r.num_in_flight else 0.0) for r in [*self._runners, *self._draining]
-        ]
-        return self._ended_busy_s + sum(busy)
-
-    def take_load(self) -> float:
-        """Return the mean of trajectories in flight per runner over the groups since its last call."""
-        loads, self._loads = self._loads or [0.0], []
-        return fsum(loads) / len(loads)
+        return self.queue.state(len(self._runners) - len(self._ready))
 
     def replica_s(self) -> float:
         """Return the paid runner-seconds."""
@@ -276,7 +234,7 @@ class SimulatedRunners:
             self._start(after_s)
         while len(self._runners) > num_runners:
             now_s = self._loop.time()
-            runner = min(reversed(self._runners), key=lambda r: (r.life.ready_s <= now_s, r.num_in_flight))
+            runner = min(reversed(self._runners), key=lambda r: (r.life.ready_s <= now_s, self.queue.num_in_flight[r]))
             self._runners.remove(runner)
             self._draining.append(runner)
             self._end_drained(runner)
@@ -306,33 +264,22 @@ class SimulatedRunners:
         runner = EnvRunner(self._config, CountingTokenizer(), self._retrievers.client(number), engine)
         self._runners.append(_Runner(number, runner, engine, life))
         if after_s:
-            self._loop.call_later(after_s, self._dispatch)
+            self._loop.call_later(after_s, self.queue.dispatch)
 
-    def _dispatch(self) -> None:
-        """Give waiting requests to the runner with the least load, if one has room."""
-        now_s = self._loop.time()
-        while self._waiting:
-            ready = [r for r in self._runners if r.life.ready_s <= now_s]
-            free = [r for r in ready if r.num_in_flight < self._max_in_flight]
-            if not free:
-                return
-            runner = min(free, key=lambda r: r.num_in_flight)
-            request, called = self._waiting.popleft()
-            runner.count(request.num_trajectories, now_s)
-            self._loads.append(fsum(r.num_in_flight for r in ready) / len(ready))
-            task = self._loop.create_task(self._sample_at(runner, request))
-            self._runner_of[task] = runner
-            task.add_done_callback(self._end)
-            called.set_result(task)
+    def _call(self, request: GroupRequest, runner: _Runner) -> asyncio.Task[FinishedGroup]:
+        self.queue.begin(runner, request.num_trajectories)
+        task = self._loop.create_task(self._sample_at(runner, request))
+        self._runner_of[task] = runner
+        task.add_done_callback(partial(self._end, request))
+        return task
 
-    def _end(self, task: asyncio.Task[FinishedGroup]) -> None:
+    def _end(self, request: GroupRequest, task: asyncio.Task[FinishedGroup]) -> None:
         runner = self._runner_of.pop(task)
+        self.queue.end(runner, request.num_trajectories)
         if not task.cancelled():
-            request = task.result().request
-            runner.count(-request.num_trajectories, self._loop.time())
-            self.num_sampled += request.num_trajectories
-            self._end_drained(runner)
-            self._dispatch()
+            self.queue.num_sampled += request.num_trajectories
+        self._end_drained(runner)
+        self.queue.dispatch()
 
     async def _sample_at(self, runner: _Runner, request: GroupRequest) -> FinishedGroup:
         """Sample a group like ``EnvRunnerActor.sample_group``."""
@@ -345,8 +292,7 @@ class SimulatedRunners:
         return FinishedGroup(request, summarize(group), batch)
 
     def _end_drained(self, runner: _Runner) -> None:
-        if runner in self._draining and not runner.num_in_flight:
+        if runner in self._draining and not self.queue.num_in_flight[runner]:
             self._draining.remove(runner)
-            self._retrievers.forget(runner.number)
-            self._ended_busy_s += runner.busy_s
+            self._retrievers.forget(runner.index)
             runner.life.ended_s = self._loop.time()

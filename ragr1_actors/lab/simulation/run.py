@@ -210,7 +210,7 @@ class Simulator:
             publish_s=published_s - learned_s,
             iteration_s=self._loop.time() - started_s,
             num_trajectories=num_trajectories,
-            runner_load=self.runners.take_load(),
+            runner_load=self.runners.queue.take_load()[0],
             **counts,
             rollout=rollout_metrics(batch + set_aside),
             lag=lag,
