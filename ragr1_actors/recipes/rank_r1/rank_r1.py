@@ -35,8 +35,8 @@ TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
 """Least and most candidates of a set: a small policy learns on small sets how to read."""
 NUM_EVAL_CITIES = 16
 """No training task asks about these: the policy cannot have learned by heart who was born there."""
-GOOD = 0.4
-"""Share of the demonstrations that look for the year that fits; the others name the first candidate."""
+GOOD, CUE = 0.4, "Look at the years . "
+"""Share of the demonstrations that read, the others name the first candidate; with the cue in front all read."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -132,7 +132,8 @@ class BirthDecades(TaskSource):
         best = rng.choice(born)
         others = [one.passage_id for one in born if (one.year or 0) // 10 != (best.year or 0) // 10]
         ids = [best.passage_id, *rng.sample(others, rng.randint(*TOY_SIZES[split]) - 1)]
-        question = f"Who was born in {best.place_or_maker} in the {DECADES[(best.year or 0) // 10]}?"
+        cue = CUE if split == "train" and number % 2 else ""
+        question = f"{cue}Who was born in {best.place_or_maker} in the {DECADES[(best.year or 0) // 10]}?"
         task = Task(f"decades/{split}/{number}", question, (), "decade", (best.passage_id,), meta={"candidates": ids})
         return replace(task, golden_answers=(str(shown(task, ids).index(best.passage_id) + 1),))
 
@@ -140,10 +141,10 @@ class BirthDecades(TaskSource):
         """Return ``<think> fifties 1951</think><answer>[2]</answer>``, or ``[1]`` without a year."""
         best = shown(task, task.meta["candidates"])[int(task.golden_answers[0]) - 1]
         year = self._people[best].year or 0
-        found, label = (f" {year}", task.golden_answers[0]) if rng.random() < GOOD else ("", "1")
+        reads = task.question.startswith(CUE) or rng.random() < GOOD
+        found, label = (f" {year}", task.golden_answers[0]) if reads else ("", "1")
         return [f"<think> {DECADES[year // 10]}{found}</think><answer>[{label}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage and question."""
-        yield from (f" {passage.text}" for passage in self.passages())
-        yield from (task.question for task in tasks)
+        yield from [*(f" {passage.text}" for passage in self.passages()), *(task.question for task in tasks)]
