@@ -222,9 +222,8 @@ class EnvRunnerGroup:
 
     async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
         self._queue.begin(runner, request.num_trajectories)
-        sampled = self._open_task(runner.sample_group(request))
         try:
-            group = await sampled
+            group = await self._open_task(runner.sample_group(request))
         finally:
             self._queue.end(runner, request.num_trajectories)
         return FinishedGroup(request, summarize(group), groups_to_record_batch([group]))

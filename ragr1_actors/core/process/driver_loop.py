@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import cached_property
+from threading import Event
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -22,9 +24,12 @@ class DriverLoop:
     """
 
     def __init__(self) -> None:
-        """Make the loop; ``close`` ends it."""
-        self._loop = asyncio.new_event_loop()
+        """Make the loop when it is used first; ``close`` ends it."""
         self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
+    @cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.new_event_loop()
 
     def run_beside(self, look_after: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``look_after()``, which never returns, beside the work of every later ``run``; its error ends that."""
@@ -37,22 +42,22 @@ class DriverLoop:
         return task
 
     def run(self, work: Coroutine[Any, Any, T], *, is_alone: bool = False) -> T:
-        """Return the result of ``work``. If this is interrupted, ``work`` is cancelled; begun tasks stay.
-
-        With ``is_alone`` nothing of ``run_beside`` runs.
-        """
+        """Return the result of ``work``, without ``run_beside`` if ``is_alone``. An interrupt cancels ``work`` only."""
         whole = self._loop.create_task(work if is_alone else self._with_beside(work))
         whole.add_done_callback(_note_error)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._finish(whole)
+        may_begin = Event()
         with ThreadPoolExecutor(1, "driver loop") as thread:  # in a notebook, whose own loop holds this thread
-            result = thread.submit(self._finish, whole)
             try:
-                return result.result()
-            except BaseException:
+                result = thread.submit(lambda: may_begin.wait() and self._finish(whole))
+                may_begin.set()
+                return cast("T", result.result())
+            except BaseException:  # also in the middle of ``submit``
                 self._loop.call_soon_threadsafe(whole.cancel)
+                may_begin.set()
                 raise
 
     def _finish(self, whole: asyncio.Task[T]) -> T:
