@@ -28,6 +28,14 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
+async def forever_or_note(ended: list[bool]) -> None:
+    """Wait until it is cancelled, and note that."""
+    try:
+        await forever()
+    finally:
+        ended.append(True)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_printed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Asyncio prints errors that were never read and tasks that were never awaited."""
@@ -77,15 +85,8 @@ def test_what_runs_beside_begins_anew_in_each_run_and_ends_with_it(loop: DriverL
 def test_an_error_beside_ends_the_work(loop: DriverLoop, after: int) -> None:
     loop.run_beside(lambda: fail(after))
     ended: list[bool] = []
-
-    async def work() -> None:
-        try:
-            await forever()
-        finally:
-            ended.append(True)
-
     with pytest.raises(ValueError, match="a flaw"):
-        loop.run(work())
+        loop.run(forever_or_note(ended))
     assert ended == [True]
 
 
@@ -179,14 +180,7 @@ def test_closing_cancels_begun_tasks_and_runs_the_last_work() -> None:
 
 def test_the_first_error_cancels_the_others(loop: DriverLoop) -> None:
     ended: list[bool] = []
-
-    async def work() -> None:
-        try:
-            await forever()
-        finally:
-            ended.append(True)
-
     with pytest.raises(ValueError, match="a flaw"):
-        loop.run(gather_or_cancel([work(), fail(2), work()]))
+        loop.run(gather_or_cancel([forever_or_note(ended), fail(2), forever_or_note(ended)]))
     assert ended == [True, True]
     assert loop.run(gather_or_cancel([asyncio.sleep(0, number) for number in range(3)])) == [0, 1, 2]

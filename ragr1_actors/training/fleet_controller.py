@@ -321,5 +321,5 @@ def runner_scaler(config: RunConfig) -> Callable[[int], Autoscaler] | None:
 
 
 def retriever_scaler(settings: RetrieverAutoscaling | None) -> Callable[[int], Autoscaler] | None:
-    """Return the same of retrievers, or of encoders."""
+    """Return the function that makes an autoscaler of retrievers or encoders; None without settings."""
     return None if settings is None else lambda size: autoscale_retrievers(settings, size)
