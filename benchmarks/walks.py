@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from ragr1_actors.rollout.weight_sync import WeightSync
+from ragr1_actors.rollout.runners.weight_sync import WeightSync
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

@@ -35,8 +35,9 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
-from ragr1_actors.core.disk.files import WRITING, is_no_room, validated
+from ragr1_actors.core.disk.files import WRITING, is_no_room
 from ragr1_actors.core.disk.folders import AnyFolder
+from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
 
 SMALL_BYTES = 256 * 2**20

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from envs.call_grammars import ToolSchema, TurnParser
+from envs.grammars.calls import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
 from envs.observations import defuse
 from envs.options import PassageOptions, SearchOptions

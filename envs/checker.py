@@ -22,9 +22,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from envs.actions import Answer, Malformed, Search, parse_action
 from envs.base import EnvContext, TextEnv, check_prompt, check_result, measure, search_options
-from envs.call_grammars import GRAMMARS
+from envs.grammars.calls import GRAMMARS
+from envs.grammars.tags import Answer, Malformed, Search, parse_action
 from envs.options import ToolOptions
 from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv

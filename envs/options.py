@@ -9,7 +9,7 @@ from pydantic import Field
 from ragr1_actors.core.section import Section
 
 QueryFormat = Literal["lines", "comma", "json", "single"]
-"""Format of the queries of a turn inside ``<search>``; ``envs/actions.py`` shows each."""
+"""Format of the queries of a turn inside ``<search>``; ``envs/grammars/tags.py`` shows each."""
 ObservationFormat = Literal["grouped", "ragr1_json", "ragr1", "searchr1"]
 """Layout of the passages inside ``<information>``; ``envs/observations.py`` shows each."""
 

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from envs.actions import (
+from envs.base import EnvContext, StepResult, TextEnv, check_result
+from envs.grammars.tags import (
     FORMATS,
     STOP_TAGS,
     Action,
@@ -27,7 +28,6 @@ from envs.actions import (
     parse_action,
     read_answer,
 )
-from envs.base import EnvContext, StepResult, TextEnv, check_result
 from envs.observations import format_observation
 from envs.options import SearchOptions
 from envs.turn_searches import TurnSearches, search_call, search_metrics

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envs.actions import QueryCleaner
+from envs.grammars.tags import QueryCleaner
 from ragr1_actors.core.types import ToolCall
 from retrieval.base import SEARCH, Hits, Passage, Retriever
 

@@ -54,7 +54,7 @@ from learners.options import LearnerOptions, read_options
 from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, assign_micro_batches, bundle, pack
 from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import TensorPart, Tensors
+from ragr1_actors.core.disk.learner_state import TensorPart, Tensors
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.process_memory import trim_heap
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
-    from envs.actions import Answer as Answer
-    from envs.actions import Malformed as Malformed
-    from envs.actions import Search as Search
     from envs.base import StepResult as StepResult
     from envs.base import TextEnv as TextEnv
+    from envs.grammars.tags import Answer as Answer
+    from envs.grammars.tags import Malformed as Malformed
+    from envs.grammars.tags import Search as Search
     from envs.rewards import RewardContext as RewardContext
     from envs.rewards import RewardResult as RewardResult
     from envs.search import SearchEnv as SearchEnv
@@ -40,18 +40,18 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
 _PUBLIC = {
     "Algorithm": "ragr1_actors.training.algorithm",
     "AlgorithmConfig": "ragr1_actors.training.algorithm_config",
-    "Answer": "envs.actions",
+    "Answer": "envs.grammars.tags",
     "Completion": "ragr1_actors.core.types",
     "Curriculum": "envs.tasks.curriculum",
     "Learner": "learners.learner",
-    "Malformed": "envs.actions",
+    "Malformed": "envs.grammars.tags",
     "Passage": "retrieval.base",
     "Record": "ragr1_actors.core.types",
     "Retriever": "retrieval.base",
     "RewardContext": "envs.rewards",
     "RewardResult": "envs.rewards",
     "RolloutStrategy": "ragr1_actors.rollout.strategy",
-    "Search": "envs.actions",
+    "Search": "envs.grammars.tags",
     "SearchEnv": "envs.search",
     "StepResult": "envs.base",
     "StopReason": "ragr1_actors.core.types",

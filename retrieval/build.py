@@ -24,15 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ragr1_actors.core.disk.files import (
-    WRITING,
-    fingerprint_file,
-    held_alone,
-    publish,
-    read_json_as,
-    write_file,
-    write_json,
-)
+from ragr1_actors.core.disk.files import WRITING, fingerprint_file, held_alone, publish, write_file
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, valid_unicode
 from ragr1_actors.core.process.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError
 from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
 

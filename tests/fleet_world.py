@@ -9,8 +9,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ragr1_actors.core.types import Task
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 
 
 def request(index: int, **changes: Any) -> GroupRequest:

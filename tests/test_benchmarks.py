@@ -26,13 +26,13 @@ from benchmarks.rollout.intervals import uncovered_s, union
 from benchmarks.rollout.probes import fond_of_tags, read_weights, sync_pause, tokens_past_stop
 from benchmarks.scale import driver
 from benchmarks.scale import ratios as scale
-from envs.actions import STOP_TAGS
+from envs.grammars.tags import STOP_TAGS
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from retrieval.base import Passage
 from retrieval.indexes.manifest import Manifest
 

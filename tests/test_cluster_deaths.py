@@ -9,9 +9,9 @@ from processes import run_python
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from cluster.supervision.deaths import PROCESSES, death_line, last_line
-from learners.learner_group import LearnerWorker
+from learners.ranks.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
+from ragr1_actors.rollout.runners.env_runner_actor import EnvRunnerActor
 from retrieval.encoders.embedding import EmbeddingActor
 from retrieval.replicas.actor import EncoderActor, RetrieverActor
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import ray
 from rich.console import Console
 from ragr1_actors.core.resolve import read_yaml_file, resolve
-from ragr1_actors.runs.store import find_store
+from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import ScaleOrder, write_order
 from ragr1_actors.training.stages import TrainingRun

@@ -88,7 +88,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     from fakes import OnePassage
     from fleet_world import drain as collect_all, request, submit
     from test_rollout_scaling import make_config
-    from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+    from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
     from retrieval.replicas.actor import RpcActor
     from retrieval.replicas.replica_set import ReplicaSet, find_actors
 
@@ -126,7 +126,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
 def test_batches_on_a_node_that_was_killed_are_found_lost() -> None:
     script = """
     import numpy as np
-    from learners.learner_group import LearnerGroup
+    from learners.ranks.learner_group import LearnerGroup
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     node = cluster.add_node(num_cpus=1, **store)

@@ -29,7 +29,7 @@ from cluster.placement import Placement, wait_for_room
 from cluster.placement_plan import actor_demands
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.resolve import resolve
-from ragr1_actors.rollout.rollout_fleets import RolloutFleets
+from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets
 
 class Rank:
     def node(self):

@@ -26,7 +26,7 @@ import sys
 import psutil
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.resolve import resolve
-from ragr1_actors.rollout.rollout_fleets import session_for
+from ragr1_actors.rollout.runners.rollout_fleets import session_for
 def session(num_cpus, num_gpus):
     runners = {"num_cpus_per_env_runner": num_cpus, "num_gpus_per_env_runner": num_gpus}
     config = resolve({"env_runners": runners, "retrieval": {"num_retrievers": 0}, "learners": {"num_learners": 0}})

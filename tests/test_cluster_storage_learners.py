@@ -13,10 +13,10 @@ from learners_common import assert_same_arrays, make_config, make_groups, make_p
 from storage_world import SECRET, CutConnection, s3_server, s3_uri
 
 from cluster.storage import Storage, share
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, write_list
-from ragr1_actors.core.disk.files import LEARNER_FILE, LEARNER_PREFIX, learner_files
 from ragr1_actors.core.disk.folders import Folder, part_of
+from ragr1_actors.core.disk.learner_state import LEARNER_FILE, LEARNER_PREFIX, learner_files
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch
 

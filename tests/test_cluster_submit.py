@@ -26,7 +26,7 @@ from small_world import make_files, make_recipe, wait_for
 from cluster.submit import STOP_WAIT_S, JobClient
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from small_world import make_config, make_files
 
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import answer_probe, reply_to, write_folder
+from ragr1_actors.core.disk.files import write_folder
+from ragr1_actors.core.disk.shared_folders import answer_probe, reply_to
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.planning.prepare import prepare, prepare_policy
 from ragr1_actors.rollout.env_runner import EnvRunner

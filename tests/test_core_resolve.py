@@ -22,7 +22,7 @@ from ragr1_actors.planning.plan import count_passages
 from ragr1_actors.planning.preflight import check_classes, check_names
 from ragr1_actors.planning.tiny_policy import TinyPolicy
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.base import Passage
 from retrieval.build import build_index

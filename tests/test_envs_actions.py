@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from envs.actions import (
+from envs.grammars.tags import (
     ANY_TAG,
     Action,
     Answer,

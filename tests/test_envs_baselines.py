@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 from fakes import BrokenRetriever, ByteTokenizer, DictRetriever, environment
 
-from envs.actions import Action, Answer, Malformed, read_answer
 from envs.base import EnvContext
-from envs.baselines import DIRECT_PROMPT, RAG_PROMPT, NoRetriever
+from envs.grammars.tags import Action, Answer, Malformed, read_answer
 from envs.measures import num_queries, num_rounds
 from envs.options import Mode
 from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.types import Sampling, StopReason, Task, Trajectory
+from ragr1_actors.evaluation.baselines import DIRECT_PROMPT, RAG_PROMPT, NoRetriever
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from envs.call_grammars import GRAMMARS, GrammarName, ParsedTurn, parse_turn
+from envs.grammars.calls import GRAMMARS, GrammarName, ParsedTurn, parse_turn
 from ragr1_actors.core.types import CallRequest
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "number"}, "c": {"type": "string"}}}

@@ -15,16 +15,16 @@ from small_world import invoke
 from typer.testing import CliRunner
 
 from envs import checker
-from envs.actions import Action, Malformed
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.checker import check_env, check_reward, made_up
+from envs.grammars.tags import Action, Malformed
 from envs.rewards import RewardContext, RewardResult
 from envs.search import SearchEnv
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings
 from ragr1_actors.core.types import Completion, Message, Sampling, Task, TokenKind, ToolCall, Trajectory
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.stored_groups import problem_of_arrays
+from ragr1_actors.rollout.runners.stored_groups import problem_of_arrays
 from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from envs.actions import Answer, Search, clean_queries, parse_action
-from envs.demonstrations import Demonstrator, Habit, evidence_demonstration
+from envs.grammars.tags import Answer, Search, clean_queries, parse_action
 from envs.options import QueryFormat
-from envs.world import World, make_world
+from envs.tasks.demonstrations import Demonstrator, Habit, evidence_demonstration
+from envs.tasks.world import World, make_world
 from ragr1_actors.core.types import Task
 from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -27,7 +27,7 @@ from tool_templates import write_tool_family
 from typer.testing import CliRunner
 from waits import until
 
-from envs.call_grammars import GRAMMARS
+from envs.grammars.calls import GRAMMARS
 from envs.tools.mcp import McpClient, list_tools
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, RunConfig, SamplerConfig
@@ -41,7 +41,7 @@ from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.store import find_store
+from ragr1_actors.runs.storage.store import find_store
 
 pytestmark = pytest.mark.integration
 WORLD = str(Path(__file__).with_name("mcp_world.py"))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from envs.actions import Answer, Search, clean_queries, parse_action
-from envs.demonstrations import evidence_demonstration
+from envs.grammars.tags import Answer, Search, clean_queries, parse_action
 from envs.options import QueryFormat
+from envs.tasks.demonstrations import evidence_demonstration
 from envs.tasks.files import load_tasks
 from envs.tasks.rounds import search_rounds
 from ragr1_actors.core.types import Task

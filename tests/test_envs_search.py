@@ -10,8 +10,8 @@ from fakes import ByteTokenizer, DictRetriever, environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.actions import Search
 from envs.base import EnvContext, StepResult
+from envs.grammars.tags import Search
 from envs.measures import exact_match, token_f1
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE, SearchEnv
 from ragr1_actors.core.answers import normalize_answer

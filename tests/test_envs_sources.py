@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from envs.checker import check_source
 from envs.sources import FileSource, Split, TaskSource, TaskSources, TeacherSource, WorldSource
-from envs.world import make_world
+from envs.tasks.world import make_world
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, UserError

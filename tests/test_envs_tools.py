@@ -17,11 +17,11 @@ from tool_templates import write_tool_family
 from typer.testing import CliRunner
 
 from envs.base import EnvContext
-from envs.call_grammars import GRAMMARS
 from envs.checker import check_env, check_tool
-from envs.demonstrations import as_message
+from envs.grammars.calls import GRAMMARS
 from envs.options import ToolOptions
 from envs.sources import TeacherSource
+from envs.tasks.demonstrations import as_message
 from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult, make_tools, schema_of
 from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE, ToolEnv
 from ragr1_actors.cli.main import app

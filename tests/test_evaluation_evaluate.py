@@ -161,7 +161,7 @@ def test_a_direct_answer_needs_no_index(files: Path) -> None:
     request = EvalRequest(str(files / "policy"), recipe="search_r1_7b", baseline="direct")
     config = open_policy(request).config
     assert (search_options(config.environment).mode, config.retrieval.index) == ("direct", "")
-    assert open_policy(request).index == config.retrieval.type == "envs.baselines:NoRetriever"
+    assert open_policy(request).index == config.retrieval.type == "ragr1_actors.evaluation.baselines:NoRetriever"
 
 
 def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:

@@ -36,9 +36,9 @@ from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Attempt, DrawnWorkload, TurnShape, made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
-from ragr1_actors.runs.bottleneck import Limit
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
-from ragr1_actors.runs.store import RunStore, find_store
+from ragr1_actors.runs.storage.store import RunStore, find_store
+from ragr1_actors.runs.telemetry.bottleneck import Limit
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

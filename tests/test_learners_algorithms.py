@@ -27,10 +27,10 @@ from learners_common import (
 from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
-from learners.learner_group import LearnerGroup
 from learners.models.scoring import TokenOutputs, packed_hidden_states
 from learners.options import LEARNERS, OPTIONS, PolicyGradientOptions, PPOOptions, learner_options
 from learners.packing import pack
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object, recipe_files

@@ -14,9 +14,9 @@ import torch
 from learners_common import make_config, make_groups, make_policy, pickle_by_value
 from transformers import AutoModelForCausalLM
 
-from learners.learner_group import LearnerGroup
-from ragr1_actors.core.disk.files import learner_files
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.learner_state import learner_files
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup

@@ -18,7 +18,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from learners_common import make_config, make_groups
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.disk.folders import SharedFolder
 from ragr1_actors.core.schema import groups_to_record_batch
 group = LearnerGroup(make_config(learners={"num_learners": 0}))

@@ -19,11 +19,12 @@ from learners_common import State, assert_same_arrays, make_config, make_groups,
 from small_world import descendants, wait_for
 from transformers import AutoModelForCausalLM
 
-from learners import call_history
 from learners.algorithms.grpo import GRPOLearner
-from learners.learner_group import LearnerGroup
-from ragr1_actors.core.disk.files import LEARNER_FILE, POLICY_FOLDER, read_learner
+from learners.ranks import call_history
+from learners.ranks.learner_group import LearnerGroup
+from ragr1_actors.core.disk.files import POLICY_FOLDER
 from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
 from ragr1_actors.core.errors import FleetError, LearnerError
 from ragr1_actors.core.schema import groups_to_record_batch
 

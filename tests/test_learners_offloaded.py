@@ -18,7 +18,7 @@ from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed import offloaded as resting
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.deepspeed.offloaded import Offloaded
-from learners.learner_group import LearnerWorker
+from learners.ranks.learner_group import LearnerWorker
 from ragr1_actors.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine

@@ -24,13 +24,13 @@ from ragr1_actors.core.types import FailedTask, Failure
 from ragr1_actors.pages.report import charts, facts
 from ragr1_actors.pages.report.charts import Chart, draw, draw_evaluations, draw_fleet, mark_alarms
 from ragr1_actors.pages.report.page import render, write_page
-from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
 from ragr1_actors.runs.starts import STARTS_FILE, Start, append_start, read_starts, this_start
 from ragr1_actors.runs.telemetry.alarms import Alarm
+from ragr1_actors.runs.telemetry.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.telemetry.incidents import Incident
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 

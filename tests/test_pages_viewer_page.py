@@ -32,7 +32,7 @@ from ragr1_actors.pages.viewer import server as view_server
 from ragr1_actors.pages.viewer.index import Index
 from ragr1_actors.pages.viewer.payloads import TokenPieces
 from ragr1_actors.pages.viewer.server import ViewServer
-from ragr1_actors.runs.store import find_store
+from ragr1_actors.runs.storage.store import find_store
 
 pytestmark = pytest.mark.integration
 expect.set_options(timeout=120_000)

@@ -12,7 +12,7 @@ import pytest
 from small_world import make_files
 from typer.testing import CliRunner
 
-from envs.world import make_world
+from envs.tasks.world import make_world
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError

@@ -13,9 +13,9 @@ from learners_common import Build, make_config, make_policy
 
 from benchmarks.learner.kernels import measured
 from learners.algorithms.grpo import GRPOLearner
-from learners.learner_group import LearnerWorker
-from ragr1_actors.core.disk.files import TensorPart
+from learners.ranks.learner_group import LearnerWorker
 from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.learner_state import TensorPart
 from ragr1_actors.core.models import process_memory
 from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.models.process_memory import KERNEL_LIMITS

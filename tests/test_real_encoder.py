@@ -12,7 +12,7 @@ import real_model
 from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
-from envs.world import make_world
+from envs.tasks.world import make_world
 from ragr1_actors.core.errors import DataError
 from retrieval.adopt import Adoption
 from retrieval.base import Passage

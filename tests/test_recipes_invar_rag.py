@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.world import make_world
+from envs.tasks.world import make_world
 from ragr1_actors.recipes.invar_rag import invar_rag
 from ragr1_actors.recipes.invar_rag.invar_rag import InvarOptions, InvarRetriever, invar_loss
 from retrieval.encoders.encoder import Encoder

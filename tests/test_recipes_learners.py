@@ -21,7 +21,7 @@ from learners_common import (
 )
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from learners.train_batch import TrainBatch, make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup, Turn

@@ -14,8 +14,8 @@ import pytest
 from chat_families import write_family
 from tool_templates import STORED, TEMPLATES, write_tool_family
 
-from envs.actions import open_thought
-from envs.call_grammars import parse_turn
+from envs.grammars.calls import parse_turn
+from envs.grammars.tags import open_thought
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import (
     CallRequest,

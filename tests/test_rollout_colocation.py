@@ -24,13 +24,13 @@ from test_rollout_weight_sync import apply_to_the_first, make_sync, read
 
 from cluster.placement import Placement
 from learners.algorithms.grpo import GRPOLearner
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

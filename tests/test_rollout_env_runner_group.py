@@ -26,8 +26,8 @@ from ragr1_actors.core.types import Completion, TokenKind
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import summarize
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -252,7 +252,7 @@ def test_a_runner_that_hangs_is_replaced_and_holds_up_no_call_of_the_driver(
 def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle_runner_too(
     ray_local: ModuleType, policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group._HEDGE_AFTER_S", 0.0)
+    monkeypatch.setattr("ragr1_actors.rollout.runners.env_runner_group._HEDGE_AFTER_S", 0.0)
     fleet = EnvRunnerGroup(make_config(hang_timeout_s=1000, hedge_factor=1e-9), policy_dir, OnePassage())
     fleet.wait_until_ready()
     for index in range(16):  # as many as an evaluation needs for a median
@@ -267,7 +267,7 @@ def test_a_group_that_takes_long_beside_groups_of_its_size_is_sampled_by_an_idle
     assert fleet.num_hedged == 1
 
     # one runner is stopped, which no heartbeat notices in this time; later it goes on, and what it has is left out
-    monkeypatch.setattr("ragr1_actors.rollout.env_runner_group._HEDGE_AFTER_S", 1.0)
+    monkeypatch.setattr("ragr1_actors.rollout.runners.env_runner_group._HEDGE_AFTER_S", 1.0)
     caplog.clear()
     slow = pids(fleet)[0]
     os.kill(slow, signal.SIGSTOP)

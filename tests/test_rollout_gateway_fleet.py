@@ -18,8 +18,8 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import StopReason, Task
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.gateway.agents import AgentSession
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]

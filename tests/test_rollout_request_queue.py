@@ -10,7 +10,7 @@ from fleet_world import request
 
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.request_queue import RequestQueue
+from ragr1_actors.rollout.runners.request_queue import RequestQueue
 
 
 class World:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragr1_actors.evaluation.evaluated_policy import sampler_config
-from ragr1_actors.rollout.rollout_fleets import describe_loading
+from ragr1_actors.rollout.runners.rollout_fleets import describe_loading
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TWO = ["env_runners.num_env_runners=2"]

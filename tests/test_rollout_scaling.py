@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import FinishedGroup
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]

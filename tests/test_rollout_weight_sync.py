@@ -23,15 +23,15 @@ from fakes import OnePassage
 from fleet_world import collect, drain, pids, request, submit, wait_until_healed
 from transformers import AutoModelForCausalLM
 
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.folders import SharedFolder
 from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
-from ragr1_actors.rollout.weight_sync import WeightSync
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.runners.weight_sync import WeightSync
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine

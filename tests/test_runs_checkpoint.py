@@ -11,19 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragr1_actors.core.disk.files import (
-    TensorPart,
-    learner_files,
-    read_json,
-    read_learner,
-    read_tensors,
-    write_json,
-    write_parts,
-)
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.disk.json_files import read_json, write_json
+from ragr1_actors.core.disk.learner_state import TensorPart, learner_files, read_learner, read_tensors, write_parts
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.runs.checkpoint import Checkpoints
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -157,9 +150,9 @@ def test_a_killed_process_leaves_the_previous(store: Checkpoints, tmp_path: Path
     script = f"""
 import os, signal
 from pathlib import Path
-from ragr1_actors.core.disk.files import write_json
+from ragr1_actors.core.disk.json_files import write_json
 from ragr1_actors.runs.checkpoint import Checkpoints
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 
 def write(directory):
     write_json(directory / "state.json", {{"value": 2}})
@@ -211,9 +204,10 @@ import errno, resource, signal
 from pathlib import Path
 import numpy as np
 import pytest
-from ragr1_actors.core.disk.files import TensorPart, write_json, write_parts
+from ragr1_actors.core.disk.learner_state import TensorPart, write_parts
+from ragr1_actors.core.disk.json_files import write_json
 from ragr1_actors.runs.checkpoint import Checkpoints
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.core.errors import UserError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -16,16 +16,17 @@ from learners_common import make_config, make_groups, make_policy
 from rich.console import Console
 from small_world import invoke
 
-from learners import learner_group
-from learners.learner_group import LearnerGroup
+from learners.ranks import learner_group
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import FileDigest
-from ragr1_actors.core.disk.files import LEARNER_FILE, TensorPart, read_json, read_tensors, write_parts
+from ragr1_actors.core.disk.json_files import read_json
+from ragr1_actors.core.disk.learner_state import LEARNER_FILE, TensorPart, read_tensors, write_parts
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm, OnProgress
 from ragr1_actors.training.stages import TrainingRun

@@ -21,7 +21,7 @@ from transformers import GPT2Config
 
 from ragr1_actors.cli.evaluate import NO_EXAMPLE, example_question
 from ragr1_actors.core.disk.digests import LIST_FILE, write_list
-from ragr1_actors.core.disk.files import LEARNER_FILE, read_learner
+from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
@@ -29,7 +29,7 @@ from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
 from ragr1_actors.training.stages import TrainingRun
 
@@ -278,7 +278,7 @@ def test_nothing_else_is_printed_about_weights_of_other_shapes(run_dir: Path) ->
 
 HOLD = """
 import subprocess, sys
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 with RunStore(sys.argv[1]).held():
     print(subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL).pid, flush=True)
     sys.stdin.read()

@@ -16,12 +16,13 @@ from small_world import descendants, ended, make_config, make_files, make_recipe
 
 from cluster.node_cache import NodeCache
 from cluster.storage import Artifact, Storage, read_contents
-from ragr1_actors.core.disk.files import is_no_room, read_json, write_folder
+from ragr1_actors.core.disk.files import is_no_room, write_folder
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
 pytestmark = pytest.mark.engine

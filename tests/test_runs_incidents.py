@@ -14,12 +14,12 @@ def test_a_warning_is_printed_kept_and_in_the_report(tmp_path: Path) -> None:
     said: list[str] = []
     logger = MetricsLogger(tmp_path)
     with IncidentLog(said.append) as incidents:
-        logging.getLogger("learners.learner_group").warning("rank %d died", 1)
-        logging.getLogger("learners.learner_group").info("a note")
+        logging.getLogger("learners.ranks.learner_group").warning("rank %d died", 1)
+        logging.getLogger("learners.ranks.learner_group").info("a note")
         logging.getLogger("transformers").warning("of another library")
         logger.log("rl", 1, {"rollout/em": 0.5}, incidents=incidents.take())
         logger.log("rl", 2, {"rollout/em": 0.5}, incidents=incidents.take())
-    logging.getLogger("learners.learner_group").warning("after the run")
+    logging.getLogger("learners.ranks.learner_group").warning("after the run")
     logger.close()
     assert said == ["rank 1 died"]
     (found,) = read_incidents(tmp_path)

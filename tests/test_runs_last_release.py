@@ -11,7 +11,7 @@ from small_world import invoke
 
 from envs.base import search_options
 from envs.sources import TaskSources
-from envs.world import make_world
+from envs.tasks.world import make_world
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.resolve import RENAMED

@@ -20,7 +20,7 @@ from ragr1_actors.runs.run_directory import (
     steps_in_sft,
     with_newest_policy,
 )
-from ragr1_actors.runs.store import find_store
+from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.task_ledger import TaskLedger
 

@@ -22,10 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cluster.session import leftovers
 from cluster.storage import Storage, share
 from ragr1_actors.core.config import FaultToleranceSettings, RetrievalSettings, RunConfig, SamplerConfig
-from ragr1_actors.core.disk.files import write_json
+from ragr1_actors.core.disk.json_files import write_json
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RunDirectoryError, UserError
 from ragr1_actors.planning.preflight import check_sampler
-from ragr1_actors.runs.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.report import EvalResult, RunReport
 from ragr1_actors.runs.run_directory import (
     create_run_directory,
@@ -35,7 +34,8 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     steps_in_sft,
 )
-from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
+from ragr1_actors.runs.storage.lease import LEASE_FILE, Lease
+from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
 from ragr1_actors.training.stages import TrainingRun
 from retrieval.replicas.retriever_group import RetrieverGroup
@@ -246,7 +246,7 @@ def test_a_run_is_in_a_folder_or_at_a_uri(uri: str, tmp_path: Path, files: Path)
 
 
 def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.05)
+    monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.05)
     store = RunStore(uri)
     with store:
         (store.path / "metrics.jsonl").write_text("one\n")
@@ -299,10 +299,10 @@ def test_a_run_whose_curves_cannot_be_read_does_not_stay_in_use(tmp_path: Path) 
 
 def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
+        other.setattr("ragr1_actors.runs.storage.lease.this_machine", lambda: "elsewhere 1")
         there = RunStore(uri)
     here = RunStore(uri)
-    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.05)  # how often the other process renews it
+    monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.05)  # how often the other process renews it
     refused = pytest.raises(RunDirectoryError, match=r"a process on elsewhere works in .*/run.*; wait until it ends")
     with there, refused, here:
         pass
@@ -314,9 +314,9 @@ def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: p
 def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
     uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ragr1_actors.runs.uploads.INTERVAL_S", 0.2)
+    monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.2)
     with monkeypatch.context() as other:
-        other.setattr("ragr1_actors.runs.lease.this_machine", lambda: "elsewhere 1")
+        other.setattr("ragr1_actors.runs.storage.lease.this_machine", lambda: "elsewhere 1")
         Lease(Storage(uri), 0.2).take()  # and it is killed
     with RunStore(uri):
         content = Storage(uri).read(LEASE_FILE)
@@ -371,7 +371,9 @@ def test_the_folder_of_a_killed_run_at_a_uri_is_removed_and_that_of_a_living_one
 ) -> None:
     monkeypatch.setattr(leftovers, "TEMP", tmp_path)
     monkeypatch.setattr(leftovers.tempfile, "tempdir", str(tmp_path))
-    make = "from ragr1_actors.runs.store import find_store; print(find_store('file:///nowhere/run').path, flush=True)"
+    make = (
+        "from ragr1_actors.runs.storage import store; print(store.find_store('file:///nowhere/run').path, flush=True)"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", f"{make}; input()"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},

@@ -63,7 +63,7 @@ SPINE = (
     "ragr1_actors/rollout/recorder.py",
     "ragr1_actors/rollout/trajectory_loop.py",
     "ragr1_actors/rollout/env_runner.py",
-    "ragr1_actors/rollout/weight_sync.py",
+    "ragr1_actors/rollout/runners/weight_sync.py",
     "ragr1_actors/training/batches.py",
     "ragr1_actors/training/task_ledger.py",
     "ragr1_actors/training/algorithm.py",
@@ -174,7 +174,7 @@ def test_a_recipe_is_checked_without_heavy_imports() -> None:
 def test_an_env_runner_starts_without_what_it_never_uses() -> None:
     """Its module, and that of the retriever it is given: five seconds of every actor's start, were it all imported."""
     heavy = ("sentence_transformers", "faiss", "deepspeed")
-    modules = "ragr1_actors.rollout.env_runner_actor, retrieval.replicas.retriever_group"
+    modules = "ragr1_actors.rollout.runners.env_runner_actor, retrieval.replicas.retriever_group"
     assert run_python(f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])") == "[]\n"
 
 
@@ -259,7 +259,7 @@ ONE_OF_EACH = {
     r"\.partition\(\"=\"\)": "ragr1_actors/core/resolve.py",
     r"\bray\.kill\b": "cluster/supervision/watchdog.py",
     r"\b(fcntl|filelock)\b": "ragr1_actors/core/disk/files.py",
-    r"\bValidationError\b|json\.loads?\(.*read_(text|bytes)": "ragr1_actors/core/disk/files.py",
+    r"\bValidationError\b|json\.loads?\(.*read_(text|bytes)": "ragr1_actors/core/disk/json_files.py",
     r"\.renames?\(|\bos\.replace\(|\.replace\([\w.]+\)": "ragr1_actors/core/disk/files.py",
     r"\b(AppRunner|ServerRunner|TCPSite|SockSite|UnixSite|run_app|start_server|HTTPServer)\b": "cluster/http.py",
 }

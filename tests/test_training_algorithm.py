@@ -31,9 +31,10 @@ from small_world import (
 from envs.base import ENVS, EnvContext
 from envs.rewards import RewardContext
 from envs.search import SearchEnv
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig
-from ragr1_actors.core.disk.files import read_json, read_tensors
+from ragr1_actors.core.disk.json_files import read_json
+from ragr1_actors.core.disk.learner_state import read_tensors
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.process.interrupts import InterruptGuard
 from ragr1_actors.core.schema import read_trajectories
@@ -42,12 +43,12 @@ from ragr1_actors.evaluation.asking import ask
 from ragr1_actors.evaluation.evaluate import evaluate
 from ragr1_actors.planning.prepare import prepare
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.batch_metrics import rollout_metrics

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 from small_world import SHORT, make_config, make_files
 
-from learners.learner_group import LearnerGroup
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import LEARNER_FILE, read_learner
+from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.stages import TrainingRun
 

@@ -46,7 +46,7 @@ from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import RunReport, read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scores import read_scores
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.stages import TrainingRun

@@ -20,7 +20,7 @@ from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.stored_groups import StoredGroups, problem_of_arrays
+from ragr1_actors.rollout.runners.stored_groups import StoredGroups, problem_of_arrays
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.batches import BatchCollector

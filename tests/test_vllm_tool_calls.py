@@ -15,7 +15,7 @@ from test_envs_call_grammars import CALLS, ODD, TOOLS, call
 from tool_templates import write_tool_family
 from transformers import AutoTokenizer
 
-from envs.call_grammars import GRAMMARS, GrammarName, parse_turn
+from envs.grammars.calls import GRAMMARS, GrammarName, parse_turn
 from ragr1_actors.core.types import CallRequest
 
 pytestmark = pytest.mark.vllm

@@ -30,7 +30,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines import vllm_engine
 from ragr1_actors.rollout.engines.base import ColocatedEngine, EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
-from ragr1_actors.rollout.weight_sync import Delivery, send
+from ragr1_actors.rollout.runners.weight_sync import Delivery, send
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 SCALING = 2.0

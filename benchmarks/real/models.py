@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 
 from benchmarks.measurement import run_script
 from ragr1_actors.core.disk.digests import FileDigest
-from ragr1_actors.core.disk.files import is_no_room, read_json, write_folder
+from ragr1_actors.core.disk.files import is_no_room, write_folder
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError, UserError
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which transformers imports, would say what it found

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.measurement import Sample, quotient
 from benchmarks.rollout import workload
-from envs.actions import STOP_TAGS
+from envs.grammars.tags import STOP_TAGS
 from ragr1_actors.core.types import Completion, Message, Sampling
 from ragr1_actors.rollout.engines.base import Engine, PolicyTokenizer
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from benchmarks.measurement import Sample, quotient
 from benchmarks.rollout import workload
 from benchmarks.rollout.intervals import Interval, uncovered_s
-from envs.actions import Action, Answer, Search
 from envs.base import EnvContext
+from envs.grammars.tags import Action, Answer, Search
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, RunConfig
 from ragr1_actors.core.types import Completion, Message, OnText, Sampling, Task

@@ -27,7 +27,7 @@ from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import DrawnWorkload, made_up_task
 from ragr1_actors.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.batches import BatchCollector
 from retrieval.base import Passage

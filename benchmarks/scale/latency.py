@@ -22,8 +22,8 @@ from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 
 SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations=1", "evaluation.num_tasks=1"]
 """What the quickstart needs to reach its first iteration."""

@@ -1,1 +1,1 @@
-"""Questions with their answers: task files, their formats, and the sets of the papers."""
+"""Questions with their answers: task files and published sets, the small world, and demonstrations of both."""

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from envs.tasks.natural_questions import add_natural_questions
-from ragr1_actors.core.disk.files import is_parquet, opened, parquet_rows, unpacked_name
+from ragr1_actors.core.disk.data_files import is_parquet, opened, parquet_rows, unpacked_name
 from ragr1_actors.core.errors import DataError, one_line
 
 TABLES = {".csv": ",", ".tsv": "\t"}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs.tasks.formats import ALIAS_FILE, PARQUET, TABLES
-from ragr1_actors.core.disk.files import unpacked_name
+from ragr1_actors.core.disk.data_files import unpacked_name
 from ragr1_actors.core.errors import DataError, shortened
 
 NamedTasks = str | Path | Sequence[str | Path]

@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
 from envs.base import EnvContext
-from envs.call_grammars import ToolSchema, own_types
+from envs.grammars.calls import ToolSchema, own_types
 from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened, valid_unicode

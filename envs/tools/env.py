@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
-from envs.actions import Malformed, read_answer
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.call_grammars import unclosed_thought
+from envs.grammars.calls import unclosed_thought
+from envs.grammars.tags import Malformed, read_answer
 from envs.measures import Measure
 from envs.options import ToolOptions
 from envs.tools.base import Tool, ToolResult, wrong_call

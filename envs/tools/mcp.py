@@ -26,12 +26,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 from envs.base import EnvContext
-from envs.call_grammars import ToolSchema
+from envs.grammars.calls import ToolSchema
 from envs.options import ToolOptions
 from envs.tools.base import FunctionTool, Tool, make_tools
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.credentials import is_token
-from ragr1_actors.core.disk.files import first_problem
+from ragr1_actors.core.disk.json_files import first_problem
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError, nearest, one_line, shortened
 from ragr1_actors.core.process.tied_process import tied
 from ragr1_actors.core.service_settings import McpServer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
-from envs.call_grammars import ToolSchema
+from envs.grammars.calls import ToolSchema
 from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.tools.base import Arguments, Tool, ToolResult
 from ragr1_actors.core.errors import shortened

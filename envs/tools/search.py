@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from envs.actions import QueryCleaner
 from envs.base import EnvContext
+from envs.grammars.tags import QueryCleaner
 from envs.observations import format_observation
 from envs.options import ToolOptions
 from envs.tools.base import Arguments, Tool, ToolResult

@@ -26,7 +26,7 @@ from torch import nn
 from learners.deepspeed.memory import BUCKET_ELEMENTS
 from learners.deepspeed.offloaded import Offloaded
 from ragr1_actors.core.config import LearnerSettings
-from ragr1_actors.core.disk.files import TensorPart
+from ragr1_actors.core.disk.learner_state import TensorPart
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError, one_line
 from ragr1_actors.core.process.imports import quick_imports
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, State, WholeTensor
 from ragr1_actors.core.config import LoraSettings
 from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, write_list
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.models.model_files import is_weight
 
 if TYPE_CHECKING:  # imports peft

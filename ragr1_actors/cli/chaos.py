@@ -84,7 +84,7 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
     """Order a live run to kill some of its actors; its driver and other runs are not affected."""
     from ragr1_actors.cli.scale import check_under_way, give_order
     from ragr1_actors.lab.chaos import ANSWER_TIMEOUT_S, LOOK_INTERVAL_S
-    from ragr1_actors.runs.store import find_store
+    from ragr1_actors.runs.storage.store import find_store
 
     store = find_store(run)
     kinds = _kinds(check_under_way(store))

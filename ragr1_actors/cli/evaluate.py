@@ -147,7 +147,7 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
             ``--body`` is not a JSON object.
     """
     from ragr1_actors.core.credentials import refuse_credentials
-    from ragr1_actors.core.disk.files import checked
+    from ragr1_actors.core.disk.json_files import checked
     from ragr1_actors.evaluation.evaluated_policy import Endpoint
     from retrieval.http.retriever import check_url
 

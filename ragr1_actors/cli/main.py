@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from envs.checker import Check
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.report import RunReport
-    from ragr1_actors.runs.store import RunStore
+    from ragr1_actors.runs.storage.store import RunStore
 
 
 class Commands(Group):
@@ -161,14 +161,14 @@ def train(
         from ragr1_actors.planning.gpus import check_gpus
         from ragr1_actors.planning.preflight import check_names
         from ragr1_actors.planning.services import check_services
-        from ragr1_actors.runs.layout import INDEX, POLICY
         from ragr1_actors.runs.run_directory import (
             holds_run,
             open_run_directory,
             refuse_last_release,
             removed_if_unused,
         )
-        from ragr1_actors.runs.store import find_store
+        from ragr1_actors.runs.storage.layout import INDEX, POLICY
+        from ragr1_actors.runs.storage.store import find_store
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     if warning := stop_warning():
@@ -284,10 +284,10 @@ def report(
     is_opened: Annotated[bool, typer.Option("--open", help="Do as --html, and open the page in a browser.")] = False,
 ) -> None:
     """Print the report of a finished run, or write its page of charts at any time."""
-    from ragr1_actors.core.disk.files import read_json
+    from ragr1_actors.core.disk.json_files import read_json
     from ragr1_actors.runs.report import REPORT_JSON, read_report, render_table
     from ragr1_actors.runs.run_directory import open_run_directory
-    from ragr1_actors.runs.store import find_store
+    from ragr1_actors.runs.storage.store import find_store
 
     as_html = as_html or is_opened
     if (as_html and as_json) or (out is not None and not as_html):

@@ -31,7 +31,7 @@ def rescore(
     from ragr1_actors.evaluation.rescore import Rescored
     from ragr1_actors.evaluation.rescore import rescore as compute
     from ragr1_actors.runs.run_directory import open_run_directory
-    from ragr1_actors.runs.store import find_store
+    from ragr1_actors.runs.storage.store import find_store
 
     store = find_store(run)
     sections = override(open_run_directory(store).model_dump(), [*(overrides or []), f"environment.reward={reward}"])

@@ -15,7 +15,7 @@ from ragr1_actors.core.process.advice import advised
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.runs.scale_order import ScaleAnswer
-    from ragr1_actors.runs.store import RunStore
+    from ragr1_actors.runs.storage.store import RunStore
 
 _LOOK_INTERVAL_S = 0.2
 SizeOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Replicas from now on.")]
@@ -30,7 +30,7 @@ def scale(
     timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="How long to wait for the run.")] = 120.0,
 ) -> None:
     """Change how many env runners, retrievers and encoders a live run has; the sizes hold until --auto."""
-    from ragr1_actors.runs.store import find_store
+    from ragr1_actors.runs.storage.store import find_store
 
     sizes = {"runners": runners, "retrievers": retrievers, "encoders": encoders}
     chosen = {name: size for name, size in sizes.items() if size is not None}

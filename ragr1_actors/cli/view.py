@@ -13,7 +13,7 @@ import typer
 from ragr1_actors.cli import print_line
 
 if TYPE_CHECKING:
-    from ragr1_actors.runs.store import RunStore
+    from ragr1_actors.runs.storage.store import RunStore
 
 
 def view(
@@ -32,7 +32,7 @@ def view(
     from ragr1_actors.pages.viewer.index import PARTS, Index
     from ragr1_actors.pages.viewer.server import ViewServer
     from ragr1_actors.runs.run_directory import open_run_directory
-    from ragr1_actors.runs.store import find_store
+    from ragr1_actors.runs.storage.store import find_store
 
     store = find_store(run)
     model = open_run_directory(store).policy.model
@@ -51,7 +51,7 @@ def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:
     from ragr1_actors.core.disk.folders import on_this_node, part_of
     from ragr1_actors.core.resolve import TINY, path_of
     from ragr1_actors.runs.checkpoint import Checkpoints
-    from ragr1_actors.runs.layout import POLICY, SFT_POLICY
+    from ragr1_actors.runs.storage.layout import POLICY, SFT_POLICY
 
     yield from (store.bring(POLICY), store.bring(SFT_POLICY))
     if (folder := path_of(model, TINY)) is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from ragr1_actors.core.disk.files import checked
+from ragr1_actors.core.disk.json_files import checked
 from ragr1_actors.core.errors import ConfigError, nearest
 
 _LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"

@@ -39,7 +39,7 @@ from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.groups import FinishedGroup, GroupSummary
-from ragr1_actors.rollout.rollout_fleets import RolloutFleets, describe_loading
+from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets, describe_loading
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.scores import (
     EvalArguments,

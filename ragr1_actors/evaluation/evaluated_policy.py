@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 from cluster.storage import is_uri
 from envs.base import search_options
-from envs.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.core.config import EncoderActors, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve, split_assignment
-from ragr1_actors.runs.layout import INDEX
+from ragr1_actors.evaluation.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.layout import INDEX
+from ragr1_actors.runs.storage.store import RunStore
 from retrieval.base import needs_index
 
 Baseline = Literal["direct", "rag", "single-query"]
@@ -38,7 +38,7 @@ BASELINES: dict[Baseline, dict[str, Any]] = {
     "single-query": {"options": {"max_queries_per_turn": 1, "query_format": "single"}},
 }
 """Changes of each baseline in the section ``environment``; options that they do not name stay."""
-NO_RETRIEVER = "envs.baselines:NoRetriever"
+NO_RETRIEVER = "ragr1_actors.evaluation.baselines:NoRetriever"
 ENDPOINT_CONCURRENCY = 8
 """Number of requests at the same time, unless ``--concurrency`` sets it: most endpoints limit their rate."""
 _OF_TRAINING = {"sft", "training", "learners", "checkpointing"}

@@ -45,9 +45,9 @@ from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, prepare_policy
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.rollout_fleets import RolloutFleets, describe_loading, session_for
-from ragr1_actors.runs.layout import INDEX
+from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets, describe_loading, session_for
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
+from ragr1_actors.runs.storage.layout import INDEX
 
 logger = logging.getLogger(__name__)
 _TAKEN_AS = {

@@ -79,7 +79,7 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
     The folders are the newest checkpoint, ``policy_sft`` and ``index``, with equal probability, as are the files of
     one. Files that no run reads again are not chosen: logs, curves, reports and the cache of the viewer.
     """
-    from ragr1_actors.runs.layout import INDEX, SFT_POLICY
+    from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
 
     folders = [newest_checkpoint(run_dir), run_dir / SFT_POLICY, run_dir / INDEX]
     files = [_files(folder) for folder in folders if folder is not None and folder.is_dir()]
@@ -95,7 +95,7 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the folder of the newest whole checkpoint."""
-    from ragr1_actors.runs.layout import CHECKPOINTS
+    from ragr1_actors.runs.storage.layout import CHECKPOINTS
 
     steps = {int(found[1]): path for path in (run_dir / CHECKPOINTS).glob("*") if (found := _STEP.fullmatch(path.name))}
     return steps[max(steps)] if steps else None

@@ -34,7 +34,7 @@ from ragr1_actors.core.config import (
     SamplerConfig,
     TaskNames,
 )
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError, UserError, nearest
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import check_files, load_model

@@ -35,9 +35,9 @@ from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, 
 from ragr1_actors.planning.corpus import corpus_of
 from ragr1_actors.planning.tiny_policy import policy_maker
 from ragr1_actors.rollout.engines.base import load_tokenizer
-from ragr1_actors.rollout.stored_groups import StoredGroups
-from ragr1_actors.runs.layout import POLICY
+from ragr1_actors.rollout.runners.stored_groups import StoredGroups
 from ragr1_actors.runs.run_directory import run_of_policy
+from ragr1_actors.runs.storage.layout import POLICY
 from retrieval.base import needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus

@@ -13,7 +13,7 @@ from ragr1_actors.core.errors import ConfigError, UserError, one_line
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.rollout.engines.chat_client import ChatClient, open_models
 from ragr1_actors.runs.run_directory import stored_tools
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 from retrieval.base import RETRIEVERS, ProbedRetriever, needs_index
 from retrieval.local import open_retriever
 

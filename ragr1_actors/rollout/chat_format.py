@@ -27,9 +27,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from envs.actions import THINK
 from envs.base import ENVS, TextEnv
-from envs.call_grammars import (
+from envs.grammars.calls import (
     END_OF_THOUGHT,
     GRAMMARS,
     Grammar,
@@ -39,6 +38,7 @@ from envs.call_grammars import (
     TurnParser,
     parse_turn,
 )
+from envs.grammars.tags import THINK
 from envs.observations import defuse_result
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError

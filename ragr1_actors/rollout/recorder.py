@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.call_grammars import ToolSchema
+from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import (
     Completion,

@@ -34,17 +34,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files, write_list
-from ragr1_actors.core.disk.files import LEARNER_PREFIX, error_number, is_no_room, read_json_as, validated, write_json
+from ragr1_actors.core.disk.files import error_number, is_no_room
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, compared, part_of
+from ragr1_actors.core.disk.json_files import read_json_as, validated, write_json
+from ragr1_actors.core.disk.learner_state import LEARNER_PREFIX
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.types import FailedTask
-from ragr1_actors.runs.layout import CHECKPOINTS
 from ragr1_actors.runs.report import StageReport, TaskCounts
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.layout import CHECKPOINTS
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.alarms import GuardState
 
 if TYPE_CHECKING:  # imports Ray
-    from learners.learner_group import LearnerGroup
+    from learners.ranks.learner_group import LearnerGroup
 
 STATE_FILE = "state.json"
 SCORE_FILE = "score.json"

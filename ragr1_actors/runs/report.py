@@ -12,7 +12,8 @@ import psutil
 from pydantic import NonNegativeInt
 from rich.table import Table
 
-from ragr1_actors.core.disk.files import read_json_as, write_file, write_json
+from ragr1_actors.core.disk.files import write_file
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.process.advice import advised
 from ragr1_actors.core.types import FailedTask

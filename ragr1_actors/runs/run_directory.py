@@ -17,16 +17,18 @@ import yaml
 
 from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import POLICY_FOLDER, WRITING, read_json_as, reply_to, write_file, write_json
+from ragr1_actors.core.disk.files import POLICY_FOLDER, WRITING, write_file
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
+from ragr1_actors.core.disk.shared_folders import reply_to
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve, split_assignment
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
-from ragr1_actors.runs.layout import INDEX, MCP_FILE, POLICY, SFT_POLICY
 from ragr1_actors.runs.starts import read_starts
-from ragr1_actors.runs.store import RunStore, find_store, split_checkpoint
+from ragr1_actors.runs.storage.layout import INDEX, MCP_FILE, POLICY, SFT_POLICY
+from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragr1_actors.core.disk.files import validated
+from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.runs.scaling import FleetName
-from ragr1_actors.runs.store import RunStore
+from ragr1_actors.runs.storage.store import RunStore
 
 T = TypeVar("T", bound=BaseModel)
 MAX_REPLICAS = 10_000

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.measures import exact_match, num_queries, num_rounds, token_f1
-from ragr1_actors.core.disk.files import held_alone, validated
+from ragr1_actors.core.disk.files import held_alone
+from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Task, Trajectory
 from retrieval.corpora.text import found_evidence

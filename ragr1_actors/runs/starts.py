@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ragr1_actors.core.disk.files import read_json_lines
+from ragr1_actors.core.disk.json_files import read_json_lines
 
 STARTS_FILE = "starts.jsonl"
 _PACKAGES = (

@@ -10,7 +10,7 @@ One ``train()``::
                                └──────────────────── WeightSync.publish(version + 1) ◄───────────────┘
 
 ``make_room`` acts only if runners and learners share devices and take turns on them: it puts the engines to sleep, and
-``publish`` wakes them (``rollout/weight_sync.py``). The learners also need the devices to write a checkpoint.
+``publish`` wakes them (``rollout/runners/weight_sync.py``). The learners also need the devices to write a checkpoint.
 
 The driver has one event loop, which runs while the driver waits for samples or for the learners (``DriverLoop``). Its
 tasks, and what each waits for:
@@ -50,12 +50,13 @@ import pyarrow as pa
 
 from cluster.placement import Placement
 from envs.base import ENVS, TextEnv
-from learners.learner_group import LearnerGroup
 from learners.profiling import RankProfile, start_profile, stop_profile
+from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE
-from ragr1_actors.core.disk.files import LEARNER_PREFIX, POLICY_FOLDER
+from ragr1_actors.core.disk.files import POLICY_FOLDER
 from ragr1_actors.core.disk.folders import AnyFolder, part_of, warn_of_unlisted
+from ragr1_actors.core.disk.learner_state import LEARNER_PREFIX
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
@@ -66,11 +67,10 @@ from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.rollout.rollout_fleets import OnGroup, RolloutFleets
-from ragr1_actors.rollout.stored_groups import StoredGroups
-from ragr1_actors.rollout.weight_sync import WeightSync
+from ragr1_actors.rollout.runners.rollout_fleets import OnGroup, RolloutFleets
+from ragr1_actors.rollout.runners.stored_groups import StoredGroups
+from ragr1_actors.rollout.runners.weight_sync import WeightSync
 from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver, checkpoint_name, read_state
-from ragr1_actors.runs.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import (
     check_shared,
@@ -80,7 +80,8 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     with_newest_policy,
 )
-from ragr1_actors.runs.store import RunStore, find_store
+from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
+from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics, rollout_samples, take_histograms

@@ -19,16 +19,16 @@ from safetensors import SafetensorError
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import is_no_room, validated
+from ragr1_actors.core.disk.files import is_no_room
+from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
 from ragr1_actors.core.process.advice import command_name
 from ragr1_actors.core.process.interrupts import InterruptGuard
 from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
 from ragr1_actors.pages.report.page import write_page
 from ragr1_actors.planning.prepare import PreparedRun, prepare
-from ragr1_actors.rollout.rollout_fleets import describe_loading, session_for
+from ragr1_actors.rollout.runners.rollout_fleets import describe_loading, session_for
 from ragr1_actors.runs.checkpoint import STATE_FILE, Checkpoints, TrainingRunState, checkpoint_name
-from ragr1_actors.runs.layout import INDEX, POLICY
 from ragr1_actors.runs.report import (
     REPORT_HTML,
     EvalResult,
@@ -42,7 +42,8 @@ from ragr1_actors.runs.report import (
 )
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.starts import append_start, this_start
-from ragr1_actors.runs.store import RunStore, find_store
+from ragr1_actors.runs.storage.layout import INDEX, POLICY
+from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
 from ragr1_actors.runs.telemetry.metrics import (
     METRICS_FILE,

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragr1_actors.core.disk.files import is_parquet, opened, parquet_rows, unpacked_name
+from ragr1_actors.core.disk.data_files import is_parquet, opened, parquet_rows, unpacked_name
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened, valid_unicode
 from retrieval.base import HEADING, Passage
 from retrieval.corpora.json_stream import JsonStream, decode_json, json_lines, text_lines

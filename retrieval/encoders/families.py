@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragr1_actors.core.disk.files import read_json_as
+from ragr1_actors.core.disk.json_files import read_json_as
 from ragr1_actors.core.errors import DataError
 
 _REMEDY = "copy the encoder again"

@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic_core import from_json, to_json
 
 from cluster.http import HttpServer, Limits, RequestError, announce, refuse, run_until_signal
-from ragr1_actors.core.disk.files import checked
+from ragr1_actors.core.disk.json_files import checked
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.local import LocalRetriever

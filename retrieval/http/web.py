@@ -29,7 +29,8 @@ from pydantic import Field, JsonValue
 from tenacity import RetryCallState
 from yarl import URL
 
-from ragr1_actors.core.disk.files import read_json, write_file
+from ragr1_actors.core.disk.files import write_file
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, valid_unicode
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Page, Passage

@@ -31,7 +31,7 @@ import bm25s
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, stop_word_stem, word_settings

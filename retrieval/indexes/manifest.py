@@ -28,7 +28,8 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model
 from pydantic.dataclasses import dataclass
 
 from ragr1_actors.core.disk.digests import LIST_FILE
-from ragr1_actors.core.disk.files import fingerprint_file, read_json, validated
+from ragr1_actors.core.disk.files import fingerprint_file
+from ragr1_actors.core.disk.json_files import read_json, validated
 from ragr1_actors.core.errors import ConfigError, DataError, nearest
 from ragr1_actors.core.section import Section
 from retrieval.corpora.report import CorpusReport

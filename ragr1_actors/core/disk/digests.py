@@ -24,7 +24,8 @@ from typing import Literal
 
 import xxhash
 
-from ragr1_actors.core.disk.files import WRITING, read_json_as, sync, write_json
+from ragr1_actors.core.disk.files import WRITING, sync
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import DataError
 
 LIST_FILE = "digests.json"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, warn_unlisted
-from ragr1_actors.core.disk.files import check_seen, sync
+from ragr1_actors.core.disk.files import sync
+from ragr1_actors.core.disk.shared_folders import check_seen
 from ragr1_actors.core.errors import DataError, UserError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ragr1_actors.core.disk.digests import check_digests
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError, one_line
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -25,7 +25,7 @@ from ragr1_actors.lab.simulation.workload import CACHED, CHARACTERS_PER_TOKEN, C
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
-from ragr1_actors.rollout.request_queue import RequestQueue
+from ragr1_actors.rollout.runners.request_queue import RequestQueue
 from retrieval.base import Hits, Passage
 from retrieval.replicas.batching import PoolArguments, PooledRetriever
 from retrieval.replicas.replica_set import REFRESH_S

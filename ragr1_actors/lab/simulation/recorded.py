@@ -20,7 +20,7 @@ from ragr1_actors.lab.simulation.workload import Attempt, TurnShape
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.planning.plan import START_S
 from ragr1_actors.runs.run_directory import open_run_directory
-from ragr1_actors.runs.store import find_store
+from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 
 NUM_ITERATIONS = 20

@@ -23,8 +23,8 @@ from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Workload, made_up_task
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.runs.bottleneck import Load, Verdict, find_bottleneck
 from ragr1_actors.runs.scaling import ScalingDecision
+from ragr1_actors.runs.telemetry.bottleneck import Load, Verdict, find_bottleneck
 from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics
 from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.fleet_controller import (

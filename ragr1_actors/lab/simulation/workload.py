@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from envs.actions import format_queries
 from envs.base import search_options
+from envs.grammars.tags import format_queries
 from envs.options import QueryFormat
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Message, Task

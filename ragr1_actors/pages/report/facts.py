@@ -10,10 +10,10 @@ from typing import Any
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Failure
-from ragr1_actors.runs.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
+from ragr1_actors.runs.telemetry.bottleneck import find_bottleneck, load_of_rows
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.measures import exact_match
 from envs.sources import Split, WorldSource
-from envs.world import EntityKind
+from envs.tasks.world import EntityKind
 from ragr1_actors import Completion, Passage, RewardContext, RewardResult, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message

@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
 
-from envs.demonstrations import Habit
 from envs.options import SearchOptions
 from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
+from envs.tasks.demonstrations import Habit
 from ragr1_actors import RewardContext, RewardResult, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.schema import read_trajectories

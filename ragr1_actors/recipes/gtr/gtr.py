@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from envs.base import EnvContext
 from envs.sources import Split, WorldSource
-from envs.world import EntityKind, make_world
+from envs.tasks.world import EntityKind, make_world
 from ragr1_actors import Completion, Passage, StepResult, Task, TextEnv, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message

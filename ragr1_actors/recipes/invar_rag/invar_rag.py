@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from envs.sources import Split, WorldSource
-from envs.world import YEARS, make_world
+from envs.tasks.world import YEARS, make_world
 from ragr1_actors import Passage, SearchEnv, Task, ToolCall, Trajectory
 from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.section import Section

@@ -17,10 +17,10 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any, ClassVar
 
-from envs.demonstrations import Habit
 from envs.measures import num_rounds, token_f1
 from envs.search import SearchEnv
 from envs.sources import Split, WorldSource
+from envs.tasks.demonstrations import Habit
 from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.recipes.worlds.hinted import usual_words

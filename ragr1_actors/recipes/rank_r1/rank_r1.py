@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.sources import Split, TaskSource
-from envs.world import Entity, EntityKind, make_world
+from envs.tasks.world import Entity, EntityKind, make_world
 from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from envs.actions import Action, Answer
+from envs.grammars.tags import Action, Answer
 from envs.measures import token_f1
 from envs.search import SearchEnv
 from envs.sources import WorldSource

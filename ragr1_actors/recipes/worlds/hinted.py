@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from envs.demonstrations import Habit
 from envs.sources import Split, WorldOptions, WorldSource
+from envs.tasks.demonstrations import Habit
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import Task
 

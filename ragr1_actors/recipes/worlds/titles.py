@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envs.world import make_world
+from envs.tasks.world import make_world
 from retrieval.base import Passage
 
 

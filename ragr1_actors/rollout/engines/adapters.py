@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from cluster.storage import Artifact
 from ragr1_actors.core.disk.digests import check_digests
-from ragr1_actors.core.disk.files import read_json
+from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import EngineError, UserError
 from ragr1_actors.core.models.model_files import is_weight
 from ragr1_actors.core.weight_transport import AdapterBase

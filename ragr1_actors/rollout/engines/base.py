@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.actions import ANY_TAG, THINK
+from envs.grammars.tags import ANY_TAG, THINK
 from envs.observations import control_tokens, defuse, is_control
 from ragr1_actors.core.config import PolicySettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line

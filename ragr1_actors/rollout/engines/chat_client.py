@@ -16,7 +16,7 @@ from typing import Any
 
 from yarl import URL
 
-from envs.call_grammars import ToolSchema
+from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
 from ragr1_actors.core.credentials import is_token, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError

@@ -22,8 +22,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from envs.actions import THINK, open_thought, skip_thoughts
-from envs.call_grammars import END_OF_THOUGHT, ToolSchema
+from envs.grammars.calls import END_OF_THOUGHT, ToolSchema
+from envs.grammars.tags import THINK, open_thought, skip_thoughts
 from envs.observations import defuse
 from ragr1_actors.core.config import EndpointSettings
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, ServiceError, shortened

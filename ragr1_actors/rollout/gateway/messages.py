@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 
 from cluster.http import RequestError
-from envs.actions import THINK
-from envs.call_grammars import END_OF_THOUGHT, ToolSchema
-from ragr1_actors.core.disk.files import checked
+from envs.grammars.calls import END_OF_THOUGHT, ToolSchema
+from envs.grammars.tags import THINK
+from ragr1_actors.core.disk.json_files import checked
 from ragr1_actors.core.errors import one_line, shortened
 from ragr1_actors.core.types import CallRequest, Message
 

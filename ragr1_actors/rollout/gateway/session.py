@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.call_grammars import ToolSchema, unclosed_thought
+from envs.grammars.calls import ToolSchema, unclosed_thought
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import (
     MALFORMED,

@@ -23,7 +23,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ragr1_actors.core.disk.files import read_json_lines, write_file
+from ragr1_actors.core.disk.files import write_file
+from ragr1_actors.core.disk.json_files import read_json_lines
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.types import Bucket
 from ragr1_actors.runs.scaling import ScalingDecision

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragr1_actors.core.disk.files import read_json_as, write_json
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import ConfigError, shortened
 
 if TYPE_CHECKING:

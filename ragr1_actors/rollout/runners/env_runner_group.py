@@ -44,9 +44,9 @@ from ragr1_actors.core.errors import FleetError, RagR1Error
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_actor import EnvRunnerActor
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
-from ragr1_actors.rollout.request_queue import RequestQueue
+from ragr1_actors.rollout.runners.env_runner_actor import EnvRunnerActor
+from ragr1_actors.rollout.runners.request_queue import RequestQueue
 from retrieval.base import Retriever
 
 T = TypeVar("T")

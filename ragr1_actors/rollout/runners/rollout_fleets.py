@@ -17,8 +17,8 @@ from typing import Any, Self
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
 from envs.base import search_options
-from envs.demonstrations import as_message
 from envs.rewards import RewardContext
+from envs.tasks.demonstrations import as_message
 from envs.tools.base import check_headings
 from ragr1_actors.core.config import (
     RunConfig,
@@ -31,8 +31,8 @@ from ragr1_actors.core.types import Task, TrajectoryGroup
 from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import ScriptedEngine, load_tokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from retrieval.base import needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.evaluation import supporting_recall

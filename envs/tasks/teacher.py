@@ -29,8 +29,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envs.actions import Action, Answer, format_queries, parse_action, read_answer
-from envs.call_grammars import GRAMMARS, parse_turn, read_call
+from envs.grammars.calls import GRAMMARS, parse_turn, read_call
+from envs.grammars.tags import Action, Answer, format_queries, parse_action, read_answer
 from envs.options import QueryFormat
 from envs.tasks.files import (
     ANSWER_KEYS,

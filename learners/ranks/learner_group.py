@@ -42,27 +42,24 @@ from safetensors import SafetensorError
 from cluster.supervision.deaths import last_line
 from cluster.supervision.fleet import Fleet, Process, Pulse
 from cluster.supervision.watchdog import show_life
-from learners.call_history import CallHistory
 from learners.options import LEARNERS
-from learners.step_clock import StepClock
+from learners.ranks.call_history import CallHistory
+from learners.ranks.step_clock import StepClock
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files
-from ragr1_actors.core.disk.files import (
-    ADAPTER_FOLDER,
+from ragr1_actors.core.disk.files import ADAPTER_FOLDER, POLICY_FOLDER, is_no_room, sync_tree
+from ragr1_actors.core.disk.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
+from ragr1_actors.core.disk.learner_state import (
     LEARNER_FILE,
     LEARNER_PREFIX,
-    POLICY_FOLDER,
     TensorPart,
     Tensors,
-    answer_probe,
-    is_no_room,
     learner_files,
     rank_part,
     read_learner,
-    sync_tree,
     write_parts,
 )
-from ragr1_actors.core.disk.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
+from ragr1_actors.core.disk.shared_folders import answer_probe
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch

@@ -14,8 +14,8 @@ from cluster.storage import Artifact, Storage
 from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import TRAJECTORIES
-from ragr1_actors.runs.layout import FOLDERS, INDEX, MCP_FILE, POLICY
-from ragr1_actors.runs.lease import Lease
+from ragr1_actors.runs.storage.layout import FOLDERS, INDEX, MCP_FILE, POLICY
+from ragr1_actors.runs.storage.lease import Lease
 from ragr1_actors.runs.telemetry.tensorboard import TENSORBOARD_DIRECTORY
 from ragr1_actors.runs.telemetry.trackers import TRACKERS_FILE
 

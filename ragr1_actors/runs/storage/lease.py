@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.storage import Storage
-from ragr1_actors.core.disk.files import validated
+from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 
 LEASE_FILE = "lease.json"

@@ -31,9 +31,9 @@ from cluster.storage import Storage, check_uri, is_uri, share, with_name
 from ragr1_actors.core.disk.files import POLICY_FILES, POLICY_FOLDER, held_alone, write_file
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter
 from ragr1_actors.core.errors import RunDirectoryError, UserError
-from ragr1_actors.runs.layout import CHECKPOINTS, FOLDERS, SFT_POLICY
-from ragr1_actors.runs.uploads import Uploads
-from ragr1_actors.runs.whole_folders import LocalFolders, StoredFolders, WholeFolders
+from ragr1_actors.runs.storage.layout import CHECKPOINTS, FOLDERS, SFT_POLICY
+from ragr1_actors.runs.storage.uploads import Uploads
+from ragr1_actors.runs.storage.whole_folders import LocalFolders, StoredFolders, WholeFolders
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from envs.actions import Answer, Search, format_queries, parse_action, skip_thoughts
-from envs.call_grammars import GRAMMARS, parse_turn
+from envs.grammars.calls import GRAMMARS, parse_turn
+from envs.grammars.tags import Answer, Search, format_queries, parse_action, skip_thoughts
 from envs.options import QueryFormat
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
-from envs.world import YEARS, EntityKind, World
+from envs.tasks.world import YEARS, EntityKind, World
 from ragr1_actors.core.types import CallRequest, Message, Task
 from retrieval.base import SEARCH
 

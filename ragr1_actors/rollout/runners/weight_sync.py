@@ -33,8 +33,8 @@ from ragr1_actors.core.weight_transport import PART_BYTES, TIMEOUT_S, choose_tra
 
 if TYPE_CHECKING:
     from learners.learner import Learner
-    from learners.learner_group import LearnerGroup
-    from ragr1_actors.rollout.env_runner_group import EnvRunnerGroup
+    from learners.ranks.learner_group import LearnerGroup
+    from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from envs.actions import THINK
+from envs.grammars.tags import THINK
 from ragr1_actors.core.errors import one_line, shortened
 from ragr1_actors.core.types import CallRequest
 

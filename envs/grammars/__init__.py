@@ -1,0 +1,1 @@
+"""Grammars: the text of a turn as an action or as calls of tools, and back."""

@@ -1,0 +1,90 @@
+"""Data files of users, told by their first bytes: text, compressed text and Parquet tables."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ragr1_actors.core.errors import DataError, one_line
+
+_PACKED: dict[bytes, tuple[str, Callable[[BinaryIO], Any]]] = {
+    b"\x1f\x8b": ("gzip", lambda file: gzip.GzipFile(fileobj=file)),
+    b"BZh": ("bzip2", bz2.BZ2File),
+    b"\xfd7zXZ\x00": ("xz", lzma.LZMAFile),
+}
+_FOREIGN = {
+    b"version https://git-lfs": "a Git LFS pointer in place of the file; fetch the file with `git lfs pull`",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; decompress it, or compress it with gzip",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"ARROW1\0\0": "an Arrow file; write it as Parquet or JSON lines",
+    b"\xff\xff\xff\xff": "a stream of Arrow, as save_to_disk writes it; write it as Parquet or JSON lines",
+    b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it as UTF-8",
+}
+"""First bytes of files that no reader of tasks or passages knows, and what to do about each."""
+_PACKED_SUFFIXES = (".gz", ".bz2", ".xz")
+_PARQUET = b"PAR1"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open text or a Parquet table for reading bytes, decompressed if the first bytes mean gzip, bzip2 or xz.
+
+    Raises:
+        DataError: it cannot be read, also within the block, it is compressed and damaged or cut off, or its first bytes
+            mean another format.
+    """
+    try:
+        file: BinaryIO = path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    with file:
+        start = file.read(32)
+        file.seek(0)
+        if known := next((what for magic, what in _FOREIGN.items() if start.startswith(magic)), ""):
+            raise DataError(f"{path}: {known}")
+        name, unpack = next((found for magic, found in _PACKED.items() if start.startswith(magic)), ("", None))
+        if unpack is None:
+            yield file
+            return
+        try:
+            yield unpack(file)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(f"{path}: not a whole {name} file ({error}); fetch it again") from error
+
+
+def unpacked_name(path: Path) -> Path:
+    """Return a path without the ending of a compression: ``popqa.tsv`` for ``popqa.tsv.gz``."""
+    return path.with_suffix("") if path.suffix in _PACKED_SUFFIXES else path
+
+
+def is_parquet(path: Path) -> bool:
+    """Return whether a file begins like a Parquet table."""
+    with opened(path) as file:
+        return file.read(len(_PARQUET)) == _PARQUET
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet table; memory holds a thousand.
+
+    Raises:
+        DataError: it cannot be read, or is damaged.
+    """
+    import pyarrow as pa  # takes a quarter of a second that other readers of this module do not need
+    import pyarrow.parquet as pq
+
+    with opened(path) as content:
+        if isinstance(content, gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile):
+            raise DataError(f"{path}: a Parquet table that is compressed as a whole; decompress it")
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
