@@ -5,7 +5,7 @@
     driver                           storage URI                        any node
     put("index") ── every file ──►  index-3fa9c1d2/corpus.arrow ...
                  ── listing ─────►  index.json, written last  ──┐
-    actor(Artifact) ────────────────────────────────────────────┴──► Artifact.fetch() ──► its cache, by content
+    actor(StoredFolder) ────────────────────────────────────────────┴──► StoredFolder.fetch() ──► its cache, by content
 
 An object store has no rename and no append, but replaces one object at once. So a folder is complete if its listing
 exists: an object that names the files with their sizes and hashes, and is written after them. Processes of several
@@ -184,14 +184,14 @@ class Storage:
 
     # -- folders -----------------------------------------------------------------------------------------------------
 
-    def find(self, name: str) -> Artifact | None:
+    def find(self, name: str) -> StoredFolder | None:
         """Return the folder of that name, such as ``checkpoints/step_10``; None if it is missing or incomplete."""
         listing = self._read_as(Listing, f"{name}.json")
         if listing is None:
             return None
-        return Artifact(listing.files, self.at(name), storage=self, prefix=listing.folder)
+        return StoredFolder(listing.files, self.at(name), storage=self, prefix=listing.folder)
 
-    def put(self, folder: Path, name: str = "") -> Artifact:
+    def put(self, folder: Path, name: str = "") -> StoredFolder:
         """Store a folder, by default under the name of its content; an existing one is not uploaded again."""
         files = read_contents(folder)
         name = name or f"artifacts/{content_name(files)}"
@@ -211,7 +211,7 @@ class Storage:
         """Return a writer with which processes write the parts of a folder; ``finish`` gives the folder its name."""
         return StorageWriter(self, name, f"{name}-{secrets.token_hex(4)}")
 
-    def finish(self, writer: StorageWriter, files: Collection[str], before: Artifact | None = None) -> Artifact:
+    def finish(self, writer: StorageWriter, files: Collection[str], before: StoredFolder | None = None) -> StoredFolder:
         """Write the listing of a folder once ``files`` were delivered, then remove its predecessor ``before``.
 
         Raises:
@@ -221,13 +221,15 @@ class Storage:
         delivered = {file.name: file for part in parts for file in self._read_as(list[FileContent], part) or ()}
         if missing := [name for name in files if name not in delivered]:
             raise UserError(f"{self.at(writer.prefix)} lacks {missing[0]}; what was stored before is whole")
-        found = Artifact(tuple(sorted(delivered.values())), self.at(writer.name), storage=self, prefix=writer.prefix)
+        found = StoredFolder(
+            tuple(sorted(delivered.values())), self.at(writer.name), storage=self, prefix=writer.prefix
+        )
         self.link(writer.name, found)
         if before is not None:
             self.remove(self.names(before.prefix))
         return found
 
-    def link(self, name: str, folder: Artifact) -> None:
+    def link(self, name: str, folder: StoredFolder) -> None:
         """Write a listing for a folder of this storage: from then on ``find(name)`` returns it."""
         self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
 
@@ -358,7 +360,7 @@ class Listing:
 
 @checked_dataclass(frozen=True)
 class Reference:
-    """``Artifact`` as data."""
+    """``StoredFolder`` as data."""
 
     name: str
     path: str
@@ -373,7 +375,7 @@ _PART_SUFFIX = ".part.json"
 
 
 @dataclass(frozen=True)
-class Artifact:
+class StoredFolder:
     """Folder with known content, at up to three places: a path, a storage, the object store. It is a ``Folder``."""
 
     files: tuple[FileContent, ...]
@@ -396,7 +398,7 @@ class Artifact:
         """Name of the content, 32 hexadecimal digits."""
         return content_name(self.files)
 
-    def only(self, *prefixes: str) -> Artifact:
+    def only(self, *prefixes: str) -> StoredFolder:
         """Return the part whose file names start with one of ``prefixes``."""
         return replace(self, files=tuple(file for file in self.files if file.name.startswith(prefixes)))
 
@@ -425,7 +427,7 @@ class Artifact:
         ).decode()
 
     @classmethod
-    def of(cls, reference: str) -> Artifact:
+    def of(cls, reference: str) -> StoredFolder:
         """Return the folder of a ``reference``."""
         found = validated(Reference, reference.encode(), "a reference")
         return cls(found.listing.files, found.name, found.path, Storage(found.uri), found.listing.folder)
@@ -471,7 +473,7 @@ class StorageWriter:
 
 
 def share(folder: str | Path, storage: Storage | None = None, name: str = "") -> AnyFolder:
-    """Return the form in which any node gets a folder of this node; see ``core.folders.Share``.
+    """Return the form in which any node gets a folder of this node: a path, or a ``Folder``.
 
     The folder is put on the storage, if there is one, as ``name``; else into Ray's object store, if it is small and
     there may be other nodes; else it stays a path, which they must see. A name on a model hub is returned unchanged.
@@ -488,7 +490,7 @@ def share(folder: str | Path, storage: Storage | None = None, name: str = "") ->
     import ray
 
     blobs = ray.put({name: np.fromfile(path / name, np.uint8) for name in names})
-    return Artifact(read_contents(path), str(folder), path=str(path.absolute()), blobs=blobs)
+    return StoredFolder(read_contents(path), str(folder), path=str(path.absolute()), blobs=blobs)
 
 
 def _may_have_other_nodes() -> bool:

@@ -16,7 +16,7 @@ from benchmarks.real.two_wiki import demonstration
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import TokenKind, Trajectory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 POLICY, ENCODER = ROOT / "models/SmolLM2-135M-Instruct", ROOT / "models/all-MiniLM-L6-v2"
 END_OF_TURN = "<|im_end|>"

@@ -431,8 +431,8 @@ main()
     [
         ("typer", signal.SIGTERM, "start the same command again"),
         ("ragr1_actors.planning.preflight", signal.SIGINT, "start the same command again"),
-        ("ragr1_actors.training.stages", signal.SIGTERM, GO_ON),
-        pytest.param("ragr1_actors.training.stages", signal.SIGINT, GO_ON, marks=pytest.mark.slow),
+        ("ragr1_actors.training.training_run", signal.SIGTERM, GO_ON),
+        pytest.param("ragr1_actors.training.training_run", signal.SIGINT, GO_ON, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_during_imports_is_one_line_at_once_and_not_lost(

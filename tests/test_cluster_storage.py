@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, options, s3_server, s3_uri
 
-from cluster.storage import Artifact, Storage, StorageWriter, is_uri, read_contents, share, without_secrets
+from cluster.storage import Storage, StorageWriter, StoredFolder, is_uri, read_contents, share, without_secrets
 from ragr1_actors.core.disk.folders import Folder, FolderWriter, on_this_node
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 
@@ -46,9 +46,9 @@ def make_folder(folder: Path, **files: str) -> Path:
     return folder
 
 
-def hidden(artifact: Artifact) -> Artifact:
+def hidden(stored: StoredFolder) -> StoredFolder:
     """As a node has it that does not see the driver's disk."""
-    return pickle.loads(pickle.dumps(Artifact(artifact.files, artifact.name, "", artifact.storage, artifact.prefix)))
+    return pickle.loads(pickle.dumps(StoredFolder(stored.files, stored.name, "", stored.storage, stored.prefix)))
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -75,8 +75,8 @@ def test_an_empty_folder_is_there_after_it_was_fetched(storage: Storage, tmp_pat
     put = storage.put(tmp_path / "empty", "empty")
     (tmp_path / "empty").rmdir()  # as on a node with another disk
     part = hidden(storage.put(make_folder(tmp_path / "policy"), "policy")).only("adapter/")
-    for artifact in (put, hidden(put), part):
-        found = artifact.fetch()
+    for stored in (put, hidden(put), part):
+        found = stored.fetch()
         assert found.is_dir() and contents(found) == {}
 
 
@@ -109,7 +109,7 @@ def test_a_folder_counts_once_its_listing_is_there(storage: Storage, tmp_path: P
     assert contents(hidden(found).fetch()) == {"learner_0": "new", "learner_1": "new"}
     assert not [name for name in storage.names() if name.startswith(old.prefix)], "the one before is removed"
     storage.link("checkpoints/best", found)
-    assert storage.find("checkpoints/best") == Artifact(
+    assert storage.find("checkpoints/best") == StoredFolder(
         found.files, storage.at("checkpoints/best"), "", storage, found.prefix
     )
     storage.remove(storage.names())
@@ -200,11 +200,11 @@ def test_a_uri_is_shown_without_its_secrets(port: int, tmp_path: Path) -> None:
     assert without_secrets("s3://KEY:ha#sh@bucket/run") == "s3://bucket/run"
     assert without_secrets("s3://KEY:s@bucket/run@2") == without_secrets("s3://bucket/run@2") == "s3://bucket/run@2"
     storage = Storage(uri)
-    artifact = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
+    stored = Storage(f"file://{tmp_path}").put(make_folder(tmp_path / "policy"))
     for shown in (
         storage,
         StorageWriter(storage, "policy", "policy-1"),
-        Artifact(artifact.files, "policy", storage=storage),
+        StoredFolder(stored.files, "policy", storage=storage),
     ):
         assert SECRET not in repr(shown) and SECRET not in str(shown)
     assert storage.at("config.yaml") == "s3://bucket/runs/mine/config.yaml"
@@ -271,18 +271,18 @@ def test_a_small_folder_travels_by_the_object_store(
     folder = make_folder(tmp_path / "policy", config="{}", deep__weights="0123")
     assert share(folder) == folder, "a session of one machine has no other node"
     monkeypatch.setenv("RAY_ADDRESS", "a cluster, which may grow")
-    artifact = share(folder)
-    assert isinstance(artifact, Artifact)
+    stored = share(folder)
+    assert isinstance(stored, StoredFolder)
     cache = tmp_path / "other"
 
     @ray.remote(num_cpus=0, runtime_env={"env_vars": {"RAGR1_CACHE": str(cache)}})
-    def fetch(artifact: Artifact) -> dict[str, str]:
-        found = Path(on_this_node(artifact))
+    def fetch(stored: StoredFolder) -> dict[str, str]:
+        found = Path(on_this_node(stored))
         assert found.parent == cache
         return {path.relative_to(found).as_posix(): path.read_text() for path in found.rglob("*") if path.is_file()}
 
     away = tmp_path / "away"
     folder.rename(away)  # as on a node with another disk
-    assert ray.get(fetch.remote(artifact)) == contents(away)
+    assert ray.get(fetch.remote(stored)) == contents(away)
     monkeypatch.setattr("cluster.storage.SMALL_BYTES", 3)
     assert share(away) == away

@@ -15,7 +15,7 @@ from ragr1_actors.core.types import Task
 from ragr1_actors.evaluation.selection import SelectionArguments, choose
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 NUM_SAMPLES = 8
 RIGHT = {"lamp": 0, "coin": 1, "shoe": 4, "book": 5, "ring": 8, "cup": 8, "fork": 8}

@@ -15,7 +15,7 @@ from learners_common import make_config, make_groups, make_policy, pickle_by_val
 from transformers import AutoModelForCausalLM
 
 from learners.ranks.learner_group import LearnerGroup
-from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.disk.learner_state import learner_files
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -189,7 +189,7 @@ def test_every_rank_writes_its_part_and_any_number_continues(
         group.build("ppo", policy_dir)
         group.update([batch])
         expected, folder = group.get_state(), tmp_path / str(num_ranks)
-        group.begin_save(SharedFolder(folder))
+        group.begin_save(SharedFolderWriter(folder))
         group.finish_save()
         names = learner_files(num_ranks)
         assert {path.name for path in folder.iterdir()} == {*names, "policy"}
@@ -304,7 +304,7 @@ def test_a_group_outlives_its_stages(two_ranks: LearnerGroup, policy_dir: Path, 
     for group, folder in ((two_ranks, tmp_path / "two"), (alone, tmp_path / "one")):
         group.build("sft", policy_dir)
         group.update([ray.put(batch)])
-        group.save_policy(SharedFolder(folder))
+        group.save_policy(SharedFolderWriter(folder))
         group.build("grpo", folder)
         metrics = group.update([ray.put(batch)])
         assert metrics["tokens"] == sum(t.num_model_tokens for g in make_groups(0) for t in g.trajectories)

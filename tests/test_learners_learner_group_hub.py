@@ -19,12 +19,12 @@ import sys
 from pathlib import Path
 from learners_common import make_config, make_groups
 from learners.ranks.learner_group import LearnerGroup
-from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.schema import groups_to_record_batch
 group = LearnerGroup(make_config(learners={"num_learners": 0}))
 group.build("grpo", "someone/tiny")
 group.update([groups_to_record_batch(make_groups(0))])
-group.save_policy(SharedFolder(Path(sys.argv[1])))
+group.save_policy(SharedFolderWriter(Path(sys.argv[1])))
 group.stop()
 """
 

@@ -23,7 +23,7 @@ from learners.algorithms.grpo import GRPOLearner
 from learners.ranks import call_history
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.disk.files import POLICY_FOLDER
-from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
 from ragr1_actors.core.errors import FleetError, LearnerError
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -222,7 +222,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     for number in range(FAILS_AT):
         update(group, number)
     writing, final = tmp_path / "writing", tmp_path / "final"
-    group.begin_save(SharedFolder(writing))
+    group.begin_save(SharedFolderWriter(writing))
     (policy_dir / "fail_1").write_text("killed cuda_error")
     for number in range(FAILS_AT, NUM_UPDATES):
         update(group, number)
@@ -230,7 +230,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     assert "learner rank" in caplog.text and "CUDA error" in caplog.text
     group.finish_save()
     writing.rename(final)
-    group.saved(SharedFolder(writing), final)
+    group.saved(SharedFolderWriter(writing), final)
     assert_same_arrays(dict(read_learner(final / LEARNER_FILE)), states[FAILS_AT - 1])
     model = AutoModelForCausalLM.from_pretrained(final / POLICY_FOLDER)
     np.testing.assert_array_equal(
@@ -255,9 +255,9 @@ def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: 
     for number in range(3):
         history.add("update", number)
     assert history.is_whole
-    history.add("begin_save", SharedFolder(Path("writing")))
+    history.add("begin_save", SharedFolderWriter(Path("writing")))
     assert not history.is_whole and "3 updates since the last checkpoint" in caplog.text
     history.add("update", 3)
-    history.saved(SharedFolder(Path("writing")), Path("final"))
+    history.saved(SharedFolderWriter(Path("writing")), Path("final"))
     assert history.is_whole
     assert (history.state, history.calls) == (Path("final"), [("update", 3)])

@@ -74,9 +74,9 @@ def test_tasks_that_the_curriculum_cannot_order_are_refused_before_the_rest_is_m
 def test_recall_is_measured_by_the_retrievers(config: RunConfig, tmp_path: Path) -> None:
     workspace = prepare(config, tmp_path)
     tasks = [replace(task, supporting_ids=(task.question.split()[3],)) for task in workspace.train_tasks]
-    with RolloutFleets(config, workspace.policy_dir, workspace.index_dir) as sampler:
-        assert sampler.measure_recall(tasks)["recall@2"] == 1
-        assert sampler.measure_recall([replace(task, supporting_ids=()) for task in tasks]) == {}
+    with RolloutFleets(config, workspace.policy_dir, workspace.index_dir) as fleets:
+        assert fleets.measure_recall(tasks)["recall@2"] == 1
+        assert fleets.measure_recall([replace(task, supporting_ids=()) for task in tasks]) == {}
 
 
 @pytest.mark.engine

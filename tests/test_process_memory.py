@@ -14,7 +14,7 @@ from learners_common import Build, make_config, make_policy
 from benchmarks.learner.kernels import measured
 from learners.algorithms.grpo import GRPOLearner
 from learners.ranks.learner_group import LearnerWorker
-from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.disk.learner_state import TensorPart
 from ragr1_actors.core.models import process_memory
 from ragr1_actors.core.models.model_files import load_model
@@ -61,7 +61,7 @@ def test_the_copy_of_a_checkpoint_is_given_back_once_it_is_written(
 
     monkeypatch.setattr(worker.learner, "get_parts", get_parts)
     (tmp_path / "checkpoint").mkdir()
-    worker.begin_save(SharedFolder(tmp_path / "checkpoint"))
+    worker.begin_save(SharedFolderWriter(tmp_path / "checkpoint"))
     assert worker.finish_save()
     worker._writer.shutdown()
     assert copies

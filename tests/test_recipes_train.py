@@ -17,7 +17,7 @@ from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -23,11 +23,11 @@ from rich.console import Console
 from small_world import THINGS, a_persons_environment, invoke, make_config, make_files
 from test_evaluation_evaluate import Reader
 
-from cluster.storage import Artifact, Storage
+from cluster.storage import Storage, StoredFolder
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 from retrieval.base import Passage
 from retrieval.build import building_dir
 from retrieval.corpora.readers import read_passages
@@ -85,7 +85,7 @@ async def test_a_fleet_finds_what_plain_faiss_finds_but_for_empty_passages(
     kept = ~np.isin(found, empty)
     storage = Storage(f"file://{tmp_path / 'storage'}")
 
-    def elsewhere(folder: str | Path) -> Artifact:
+    def elsewhere(folder: str | Path) -> StoredFolder:
         return replace(storage.put(Path(folder)), path="")  # as on a node that does not see the driver's disk
 
     group = RetrieverGroup(directory, RetrievalSettings(num_cpus_per_retriever=0.1), elsewhere)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from small_world import wait_for
 
-from cluster.storage import Artifact, Storage
+from cluster.storage import Storage, StoredFolder
 from ragr1_actors.core.config import RetrievalSettings
 from ragr1_actors.core.errors import ConfigError, DataError, FleetError, RetrievalError
 from retrieval.base import Hits, Passage
@@ -421,7 +421,7 @@ async def test_a_node_without_the_drivers_disk_gets_an_encoder_outside_the_index
     expected = LocalRetriever(index).search_batch(NAMES[:5], 2)
     storage = Storage(f"file://{tmp_path / 'storage'}")
 
-    def share(folder: str | Path) -> Artifact:
+    def share(folder: str | Path) -> StoredFolder:
         stored = storage.put(Path(folder))
         if Path(folder) == index:  # which is shared last
             encoder.rename(tmp_path / "gone")  # as on a node with another disk

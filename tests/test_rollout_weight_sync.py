@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.folders import SharedFolder
+from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.errors import ConfigError, FleetError, TransferError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
@@ -297,7 +297,7 @@ def test_adapters_alone_are_sent_and_merged_into_what_the_stage_began_with(
     before = learners.get_weights()
     for version in (1, 2, 3):
         if version == 3:
-            learners.save_policy(SharedFolder(tmp_path / "policy_sft"))
+            learners.save_policy(SharedFolderWriter(tmp_path / "policy_sft"))
             learners.build("grpo", tmp_path / "policy_sft")
         move_adapters(learners, version)
         transport.publish(version)

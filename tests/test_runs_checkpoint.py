@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolderWriter
 from ragr1_actors.core.disk.json_files import read_json, write_json
 from ragr1_actors.core.disk.learner_state import TensorPart, learner_files, read_learner, read_tensors, write_parts
 from ragr1_actors.core.errors import DataError, UserError
@@ -41,7 +41,7 @@ def save(store: Checkpoints, step: int, write: Callable[[Path], None], score: fl
 
 def path_of(folder: AnyFolder | FolderWriter) -> Path:
     """Return the path of a folder on this machine, or of that into which one is written."""
-    found = folder.path if isinstance(folder, SharedFolder) else folder
+    found = folder.path if isinstance(folder, SharedFolderWriter) else folder
     assert isinstance(found, Path)
     return found
 

@@ -29,7 +29,7 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm, OnProgress
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.engine
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_due_after_minutes_too(tmp_path: Path, monkeypatch: pyte
     config = changed(config, "checkpointing", interval=1000, interval_minutes=2, num_to_keep=9)
     now = 0.0
     monkeypatch.setattr("ragr1_actors.planning.prepare.overlap", lambda train, evaluation: [])
-    monkeypatch.setattr("ragr1_actors.training.stages.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("ragr1_actors.training.training_run.time", SimpleNamespace(monotonic=lambda: now))
     original, saved = Algorithm.train, []
 
     def train(self: Algorithm, on_progress: OnProgress | None = None) -> dict[str, float]:

@@ -31,7 +31,7 @@ from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import Gap, read_metrics
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.engine
 
@@ -99,7 +99,7 @@ def test_a_damaged_state_names_itself_and_the_checkpoint_before(run_dir: Path, s
     assert "\n" not in refused
 
 
-@pytest.mark.parametrize("key", ["extra", "sampler"])
+@pytest.mark.parametrize("key", ["extra", "task_ledger"])
 def test_a_state_with_something_else_in_it(run_dir: Path, key: str) -> None:
     path = run_dir / "checkpoints" / "step_3" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: {"wall_s": 1}}))

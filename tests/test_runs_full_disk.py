@@ -15,7 +15,7 @@ import yaml
 from small_world import descendants, ended, make_config, make_files, make_recipe, started, wait_for
 
 from cluster.node_cache import NodeCache
-from cluster.storage import Artifact, Storage, read_contents
+from cluster.storage import Storage, StoredFolder, read_contents
 from ragr1_actors.core.disk.files import is_no_room, write_folder
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError, RunDirectoryError
@@ -84,7 +84,7 @@ def test_a_full_cache_is_named_and_not_the_network(
     else:
         request.getfixturevalue("ray_local")
         blobs = ray.put({"weights": np.zeros(100_000, np.uint8)})
-        put = Artifact(read_contents(tmp_path / "policy"), "policy", blobs=blobs)
+        put = StoredFolder(read_contents(tmp_path / "policy"), "policy", blobs=blobs)
     away = replace(put, path="")
     NodeCache.of_this_node()
     fill(disk)

@@ -36,7 +36,7 @@ def make_policy(folder: Path) -> Path:
 def add_checkpoint(run: Path, step: int, sft_step: int) -> Path:
     """Write what of a checkpoint is read here, and return the folder of its policy."""
     books = TaskLedgerState.model_validate(TaskLedger([Task("t", "?", ("a",))], 0, Shuffle({})).get_state())
-    state = RunState(sft_step=sft_step, iteration=step, policy_version=0, learner="sft", sampler=books, extra={})
+    state = RunState(sft_step=sft_step, iteration=step, policy_version=0, learner="sft", task_ledger=books, extra={})
     policy = make_policy(run / "checkpoints" / f"step_{step}" / "policy")
     (policy.parent / STATE_FILE).write_text(state.model_dump_json())
     return policy

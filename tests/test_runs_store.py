@@ -37,7 +37,7 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.storage.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 from retrieval.replicas.retriever_group import RetrieverGroup
 
 NUM_ITERATIONS = 5

@@ -20,7 +20,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.runs.telemetry.trackers import trackers
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.integration
 SETTINGS = {"training.lr": 0.001, "retrieval.options": {"nprobe": 8}}

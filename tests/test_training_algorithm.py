@@ -52,7 +52,7 @@ from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.batch_metrics import rollout_metrics
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +443,7 @@ def test_ctrl_c_ends_all_actors_and_resume_goes_on(files: Path, tmp_path: Path) 
     assert checkpoint is not None
     state = read_json(checkpoint / "state.json")
     assert 3 <= state["iteration"] < num_iterations
-    assert state["sampler"]["counts"]["trained"] == 8 * state["iteration"]
+    assert state["task_ledger"]["counts"]["trained"] == 8 * state["iteration"]
     assert wait_for(lambda: ended(children), 120)
 
     with started(recipe, "--run-dir", str(run_dir), "--resume", cwd=tmp_path) as process:

@@ -18,7 +18,7 @@ from small_world import make_config, make_files
 
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine, pytest.mark.slow]
 ACTORS = ("ray::EnvRunner", "ray::Learner", "ray::retriever", "ray::Retriever")

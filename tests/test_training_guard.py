@@ -30,7 +30,7 @@ from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.guard import RULES, Guard
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 HEALTHY = {
     "learner/entropy": 0.5,
@@ -372,7 +372,7 @@ def test_a_roll_back_saves_the_policy_and_the_books(
     assert newest is not None
     state = read_state(newest)
     assert state.iteration == 18
-    assert state.sampler.outstanding == []
+    assert state.task_ledger.outstanding == []
     assert state.policy_version > 19, "no two policies have the same version"
 
 
@@ -391,7 +391,7 @@ def test_a_stop_ends_with_one_sentence_and_a_checkpoint(files: Path, pretrained:
     assert "not finished: " in page and "rollout/well_formed is " in page
     assert not (run_dir / "report.json").exists(), "it would be taken for finished"
     assert stopped.iteration == alarm["iteration"] < NUM_ITERATIONS
-    assert stopped.sampler.counts.lost == 0
+    assert stopped.task_ledger.counts.lost == 0
     one_more = drifting(files, only_format("stop"), num_iterations=stopped.iteration + 1)
     report, printed = go_on(pretrained, run_dir, one_more)  # --resume goes on in spite of it
     assert [asdict(found) for found in report.alarms][:1] == [alarm]

@@ -17,7 +17,7 @@ from torch.autograd.profiler_util import FunctionEventAvg
 from learners.profiling import RankProfile, operators_s
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.profiling import FOLDER, Cost, largest_costs
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 ROW = {
     "time/iteration_s": 10.0,

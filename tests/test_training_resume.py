@@ -18,7 +18,7 @@ from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.engine
 

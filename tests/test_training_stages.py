@@ -49,7 +49,7 @@ from ragr1_actors.runs.scores import read_scores
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from ragr1_actors.rollout.runners.stored_groups import StoredGroups, problem_of_
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.batches import BatchCollector
-from ragr1_actors.training.stages import TrainingRun
+from ragr1_actors.training.training_run import TrainingRun
 
 
 def store(folder: Path, **files: list[TrajectoryGroup]) -> Path:

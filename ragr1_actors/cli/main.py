@@ -479,7 +479,7 @@ def _run(
 ) -> RunReport:
     """Run to the end and print the table of the run; ``advice`` is printed at an interrupt before its start."""
     with ended_during_imports(advice):
-        from ragr1_actors.training.stages import TrainingRun
+        from ragr1_actors.training.training_run import TrainingRun
 
     run = TrainingRun(config, store, console, num_profiled=num_profiled, words=words)
     report = run.execute()

@@ -153,10 +153,10 @@ def evaluate_policy(
             on_task(sum(len(one.scores) for one in passes), total)
 
         if any(one.left for one in passes):
-            with _sampler_of(subject, show) as sampler:
+            with _fleets_of(subject, show) as fleets:
                 report()
                 for one in passes:
-                    one.answer(sampler, report)
+                    one.answer(fleets, report)
     whole = passes[-1]
     if whole.errors:
         logger.warning("%d of %d agents failed; the last: %s", len(whole.errors), len(whole.scores), whole.errors[-1])
@@ -202,7 +202,7 @@ class _Pass:
         done = {one.task_id for one in self.scores}
         return [task for task in self.tasks if task.task_id not in done]
 
-    def answer(self, sampler: RolloutFleets, on_task: Callable[[], None]) -> None:
+    def answer(self, fleets: RolloutFleets, on_task: Callable[[], None]) -> None:
         """Answer the remaining tasks; raises ``FleetError`` if every task failed."""
 
         def on_group(group: FinishedGroup) -> None:
@@ -216,11 +216,11 @@ class _Pass:
 
         left = self.left
         if self.concurrency > 1:
-            self.num_failed = sampler.sample_tasks(left, 1, self._temperature, on_group) if left else 0
+            self.num_failed = fleets.sample_tasks(left, 1, self._temperature, on_group) if left else 0
             return
         for number, task in enumerate(left, start=1):
             try:
-                sampler.sample_tasks([task], 1, self._temperature, on_group)
+                fleets.sample_tasks([task], 1, self._temperature, on_group)
             except FleetError:  # of this task; it is raised below if there is no other
                 self.num_failed += 1
                 if number == len(left) and not self.scores:
@@ -242,7 +242,7 @@ def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
 
 
 @contextmanager
-def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets]:
+def _fleets_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets]:
     """Load policy and index, once the services that the tasks need have answered a short request each."""
     config = check_services(subject.config, subject.store)
     if config.env_runners.engine == "endpoint":
@@ -252,8 +252,8 @@ def _sampler_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets
         index_dir = prepare_index(config, made_in)
         with ExitStack() as stack:
             with show(describe_loading(config)):
-                sampler = stack.enter_context(RolloutFleets(config, subject.folder, index_dir))
-            yield sampler
+                fleets = stack.enter_context(RolloutFleets(config, subject.folder, index_dir))
+            yield fleets
 
 
 async def _probe_endpoint(config: SamplerConfig) -> None:

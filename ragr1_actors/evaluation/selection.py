@@ -130,8 +130,8 @@ def select(
         index_dir = prepare_index(config, scratch)
         policy_dir = prepare_policy(config, scratch, found, index_dir)
         with show(describe_loading(config)):
-            sampler = stack.enter_context(RolloutFleets(config, share(policy_dir), index_dir, share=share))
-        successes = _sample(sampler, found, settings, on_task)
+            fleets = stack.enter_context(RolloutFleets(config, share(policy_dir), index_dir, share=share))
+        successes = _sample(fleets, found, settings, on_task)
     kept, counts = choose(found, successes, settings, config.debugging.seed)
     if not kept:
         raise DataError(
@@ -182,7 +182,7 @@ def _selection_config(
 
 
 def _sample(
-    sampler: RolloutFleets, tasks: tuple[Task, ...], settings: SelectionArguments, on_task: Callable[[int, int], None]
+    fleets: RolloutFleets, tasks: tuple[Task, ...], settings: SelectionArguments, on_task: Callable[[int, int], None]
 ) -> dict[str, int]:
     """Return the number of correct answers by task id, for every task that did not fail."""
     successes: dict[str, int] = {}
@@ -194,7 +194,7 @@ def _sample(
             on_task(len(successes), len(tasks))
 
     on_task(0, len(tasks))
-    sampler.sample_tasks(tasks, settings.num_samples, settings.temperature, on_group)
+    fleets.sample_tasks(tasks, settings.num_samples, settings.temperature, on_group)
     return successes
 
 

@@ -95,7 +95,7 @@ class RunState(_Stored):
     policy_version: int = Field(ge=0)
     learner: str
     """Name of the learner that wrote the tensors; empty before the first one."""
-    sampler: TaskLedgerState
+    task_ledger: TaskLedgerState
     extra: dict[str, Any]
     """Data of the caller of ``Algorithm.save``; of a ``TrainingRun`` the fields of ``TrainingRunState``."""
 

@@ -452,7 +452,7 @@ class Algorithm:
             "iteration": self.iteration,
             "policy_version": self.policy_version,
             "learner": self._learner_name,
-            "sampler": self._collector.tasks.get_state(),
+            "task_ledger": self._collector.tasks.get_state(),
             "extra": extra or {},
         }
         with self._held():
@@ -502,7 +502,7 @@ class Algorithm:
         """Restore a checkpoint's state, and publish its policy as a version above ``last_version``."""
         state = read_state(checkpoint)
         self.sft_step, self.iteration = state.sft_step, state.iteration
-        self._collector.tasks.set_state(state.sampler.model_dump())
+        self._collector.tasks.set_state(state.task_ledger.model_dump())
         self._sft_policy = self.store.find(SFT_POLICY)
         warn_of_unlisted(checkpoint, *([self._sft_policy] if self._sft_policy is not None else []))
         self._weight_sync.make_room()

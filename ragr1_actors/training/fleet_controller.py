@@ -194,7 +194,7 @@ class FleetController(FleetSizes[EnvRunnerGroup | ReplicaSet]):
     def __init__(
         self,
         config: RunConfig,
-        sampler: RolloutFleets,
+        fleets: RolloutFleets,
         store: RunStore,
         num_finished_batches: Callable[[], float],
         learner_actors: Callable[[], list[Any]],
@@ -203,11 +203,11 @@ class FleetController(FleetSizes[EnvRunnerGroup | ReplicaSet]):
         self._learner_actors = learner_actors
         self._store = store
         self._refusals: dict[FleetName, str] = {}
-        super().__init__(self._find_fleets(config, sampler), LearnerClock(), num_finished_batches)
+        super().__init__(self._find_fleets(config, fleets), LearnerClock(), num_finished_batches)
         self._order_id = ""
         self._ordered_at = 0.0
 
-    def _find_fleets(self, config: RunConfig, sampler: RolloutFleets) -> list[Controlled[EnvRunnerGroup | ReplicaSet]]:
+    def _find_fleets(self, config: RunConfig, fleets: RolloutFleets) -> list[Controlled[EnvRunnerGroup | ReplicaSet]]:
         runners, retrieval = config.env_runners, config.retrieval
         found: list[Controlled[EnvRunnerGroup | ReplicaSet]] = []
         if not runners.num_env_runners:
@@ -216,15 +216,15 @@ class FleetController(FleetSizes[EnvRunnerGroup | ReplicaSet]):
             self._refusals["runners"] = "each runner shares its GPU with a learner rank for good"
         else:
             make = runner_scaler(config)
-            found.append(Controlled("runners", "env_runners/", sampler.env_runners, runners.num_env_runners, make))
+            found.append(Controlled("runners", "env_runners/", fleets.env_runners, runners.num_env_runners, make))
         names: tuple[FleetName, ...] = ("retrievers", "encoders")
         sizes = (retrieval.num_retrievers, retrieval.encoders.num_encoders)
         settings = (retrieval.autoscaling, retrieval.encoders.autoscaling)
-        fleets = sampler.retrievers.fleets
-        for name, fleet, size, keys in zip(names, fleets, sizes, settings, strict=False):
-            found.append(Controlled(name, f"retrieval/{fleet.kind}_", fleet, size, retriever_scaler(keys)))
+        replica_sets = fleets.retrievers.fleets
+        for name, replicas, size, keys in zip(names, replica_sets, sizes, settings, strict=False):
+            found.append(Controlled(name, f"retrieval/{replicas.kind}_", replicas, size, retriever_scaler(keys)))
         keys_of = {"retrievers": "retrieval.num_retrievers", "encoders": "retrieval.encoders.num_encoders"}
-        for name, key in [(name, keys_of[name]) for name in names[len(fleets) :]]:
+        for name, key in [(name, keys_of[name]) for name in names[len(replica_sets) :]]:
             self._refusals[name] = f"the run has no actors of this kind ({key} or retrieval.type)"
         return found
 

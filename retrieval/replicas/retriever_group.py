@@ -14,7 +14,7 @@ from cluster.placement import ActorOptions, labelled
 from cluster.storage import Storage, is_uri, without_secrets
 from cluster.supervision.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.disk.folders import AnyFolder, Folder, Share, in_place, part_of
+from ragr1_actors.core.disk.folders import AnyFolder, Folder, Share, part_of
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import Retriever
@@ -39,7 +39,7 @@ class RetrieverGroup:
         self,
         index_dir: str | Path | None,
         settings: RetrievalSettings,
-        share: Share = in_place,
+        share: Share = lambda folder: folder,
         retriever_options: ActorOptions | None = None,
         encoder_options: ActorOptions | None = None,
         hang_timeout_s: float = HANG_TIMEOUT_S,

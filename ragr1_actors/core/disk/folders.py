@@ -6,7 +6,7 @@ storage URI and Ray's object store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +43,6 @@ AnyFolder = str | Path | Folder
 """Folder as a path, a name on a model hub, or a ``Folder``."""
 Share = Callable[[str | Path], AnyFolder]
 """Function that returns the form in which actors on any node get a folder of this node; a hub name is unchanged."""
-
-
-def in_place(folder: str | Path) -> AnyFolder:
-    """Return the folder itself, as ``Share`` for actors that see the folders of this node."""
-    return folder
 
 
 def on_this_node(folder: AnyFolder) -> str | Path:
@@ -111,7 +106,7 @@ class FolderWriter(Protocol):
 
 
 @dataclass(frozen=True)
-class SharedFolder:
+class SharedFolderWriter:
     """Folder that the nodes share. It is a ``FolderWriter``."""
 
     path: Path

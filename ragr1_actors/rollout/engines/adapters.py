@@ -21,7 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from cluster.storage import Artifact
+from cluster.storage import StoredFolder
 from ragr1_actors.core.disk.digests import check_digests
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import EngineError, UserError
@@ -84,7 +84,7 @@ def _layers(adapters: Mapping[str, torch.Tensor]) -> list[str]:
 def _read_weights(base: AdapterBase) -> dict[str, torch.Tensor]:
     """Map the weights of a policy; nothing is read before it is used."""
     try:
-        directory = Artifact.of(base.reference).fetch() if base.reference else Path(base.folder)
+        directory = StoredFolder.of(base.reference).fetch() if base.reference else Path(base.folder)
         if not directory.is_dir():
             directory = Path(snapshot_download(base.folder, allow_patterns=["*.safetensors", _INDEX_FILE]))
         check_digests(directory, is_weight)

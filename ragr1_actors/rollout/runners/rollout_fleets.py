@@ -24,7 +24,7 @@ from ragr1_actors.core.config import (
     RunConfig,
     SamplerConfig,
 )
-from ragr1_actors.core.disk.folders import AnyFolder, Share, in_place, on_this_node
+from ragr1_actors.core.disk.folders import AnyFolder, Share, on_this_node
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.process.driver_loop import gather_or_cancel
 from ragr1_actors.core.types import Task, TrajectoryGroup
@@ -52,7 +52,7 @@ class RolloutFleets:
         policy: AnyFolder,
         index_dir: Path | None,
         placement: Placement | None = None,
-        share: Share = in_place,
+        share: Share = lambda folder: folder,
     ) -> None:
         """Start both fleets, which load while the caller continues. Ray is initialised already if there are actors.
 

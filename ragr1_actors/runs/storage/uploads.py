@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.node_cache import FileContent
-from cluster.storage import Artifact, Storage
+from cluster.storage import Storage, StoredFolder
 from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import TRAJECTORIES
@@ -111,7 +111,7 @@ class Uploads:
                             self._recorded[path.name] = FileContent.of(path.parent, path.name)
                         self._uploaded[name] = version
             if self._listed != self._recorded:
-                remote.link(TRAJECTORIES, Artifact(tuple(sorted(self._recorded.values())), "", prefix=TRAJECTORIES))
+                remote.link(TRAJECTORIES, StoredFolder(tuple(sorted(self._recorded.values())), "", prefix=TRAJECTORIES))
                 self._listed = dict(self._recorded)
             for path in sorted(self._path.glob(f"{TRAJECTORIES}/iteration_*.arrow"))[:-1]:
                 if path.name in self._listed:

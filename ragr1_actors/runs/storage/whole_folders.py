@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cluster.storage import Artifact, Storage, StorageWriter
+from cluster.storage import Storage, StorageWriter, StoredFolder
 from ragr1_actors.core.disk.digests import check_digests
 from ragr1_actors.core.disk.files import (
     REPLACED,
@@ -28,7 +28,7 @@ from ragr1_actors.core.disk.files import (
     settle_folders,
     write_file,
 )
-from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolder
+from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolderWriter
 
 
 class WholeFolders(Protocol):
@@ -89,10 +89,10 @@ class LocalFolders:
 
     root: Path
 
-    def begin(self, name: str) -> SharedFolder:
+    def begin(self, name: str) -> SharedFolderWriter:
         """Return an empty folder beside the final one."""
         self.discard(name)
-        return SharedFolder(begin_folder(self.root / name).absolute())
+        return SharedFolderWriter(begin_folder(self.root / name).absolute())
 
     def commit(self, name: str, files: Collection[str]) -> Path:
         """Rename the folder once it is on disk."""
@@ -155,7 +155,7 @@ class StoredFolders:
         self._begun[name] = self.storage.writer(name)
         return self._begun[name]
 
-    def commit(self, name: str, files: Collection[str]) -> Artifact:
+    def commit(self, name: str, files: Collection[str]) -> StoredFolder:
         """Write the listing, and remove the objects of the replaced folder."""
         return self.storage.finish(self._begun.pop(name), files, before=self.storage.find(name))
 
@@ -163,7 +163,7 @@ class StoredFolders:
         """Drop the begun folder; ``clean`` removes its objects, as a storage that failed may fail again."""
         self._begun.pop(name, None)
 
-    def find(self, name: str) -> Artifact | None:
+    def find(self, name: str) -> StoredFolder | None:
         """Return the folder of a listing."""
         return self.storage.find(name)
 
@@ -175,7 +175,7 @@ class StoredFolders:
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
         """Read an object and compare it with the listing of its folder."""
-        assert isinstance(folder, Artifact), folder
+        assert isinstance(folder, StoredFolder), folder
         return folder.read(file)
 
     def remove(self, names: Collection[str]) -> None:
