@@ -221,9 +221,8 @@ class Storage:
         delivered = {file.name: file for part in parts for file in self._read_as(list[FileContent], part) or ()}
         if missing := [name for name in files if name not in delivered]:
             raise UserError(f"{self.at(writer.prefix)} lacks {missing[0]}; what was stored before is whole")
-        found = StoredFolder(
-            tuple(sorted(delivered.values())), self.at(writer.name), storage=self, prefix=writer.prefix
-        )
+        content = tuple(sorted(delivered.values()))
+        found = StoredFolder(content, self.at(writer.name), storage=self, prefix=writer.prefix)
         self.link(writer.name, found)
         if before is not None:
             self.remove(self.names(before.prefix))
@@ -422,9 +421,8 @@ class StoredFolder:
         """Return a text for ``of``, with the secrets of the storage; empty if the folder is on no storage."""
         if self.storage is None:
             return ""
-        return _REFERENCE.dump_json(
-            Reference(self.name, self.path, self.storage.uri, Listing(self.prefix, self.files))
-        ).decode()
+        found = Reference(self.name, self.path, self.storage.uri, Listing(self.prefix, self.files))
+        return _REFERENCE.dump_json(found).decode()
 
     @classmethod
     def of(cls, reference: str) -> StoredFolder:

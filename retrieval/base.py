@@ -60,7 +60,6 @@ class Retriever(Protocol):
         Raises:
             RetrievalError: no replica answered.
         """
-        ...
 
 
 @runtime_checkable
@@ -69,7 +68,6 @@ class PacedRetriever(Protocol):
 
     async def wait_for_room(self) -> None:
         """Return once fewer queries wait than the retriever holds."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +76,6 @@ class AskingRetriever(Protocol):
 
     def use_models(self, models: Mapping[str, ChatModel]) -> None:
         """Take ``environment.models``, by name; each env runner calls it before the first search."""
-        ...
 
 
 @runtime_checkable
@@ -94,7 +91,6 @@ class PageRetriever(Protocol):
         Raises:
             RetrievalError: no replica answered.
         """
-        ...
 
 
 @runtime_checkable
@@ -103,7 +99,6 @@ class ProbedRetriever(Protocol):
 
     async def probe(self) -> None:
         """Return if the service answers; raises ``RetrievalError`` with the address and the cause if it does not."""
-        ...
 
 
 RETRIEVERS = {

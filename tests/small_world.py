@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,19 @@ from typer.testing import CliRunner
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.runs.telemetry.metrics import INCIDENTS, TIME_PREFIX
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 THINGS = ["lamp", "coin", "shoe", "book", "ring", "cup", "key", "fork"]
 PLACES = ["Riga", "Oslo", "Bonn", "Lyon"]
 SHORT = {"num_steps": 14, "num_demonstrations": 64}
+
+
+def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics without wall times, incidents and the fleets' load; two runs with one seed agree in them."""
+    changing = (TIME_PREFIX, "env_runners/", "retrieval/", "scaling/", INCIDENTS)
+    return {name: value for name, value in metrics.items() if not name.startswith(changing)}
 
 
 def make_files(directory: Path) -> Path:

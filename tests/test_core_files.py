@@ -12,7 +12,7 @@ from small_world import make_config, make_files
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import write_folder
-from ragr1_actors.core.disk.shared_folders import answer_probe, reply_to
+from ragr1_actors.core.disk.folders import answer_probe, reply_to
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.planning.prepare import prepare, prepare_policy
 from ragr1_actors.rollout.env_runner import EnvRunner

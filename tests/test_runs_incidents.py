@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from small_world import deterministic
+
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, read_report, write_report
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_incidents, read_metrics
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_events, read_metrics
 
 
 def test_a_warning_is_printed_kept_and_in_the_report(tmp_path: Path) -> None:
@@ -22,7 +24,7 @@ def test_a_warning_is_printed_kept_and_in_the_report(tmp_path: Path) -> None:
     logging.getLogger("learners.ranks.learner_group").warning("after the run")
     logger.close()
     assert said == ["rank 1 died"]
-    (found,) = read_incidents(tmp_path)
+    (found,) = read_events(tmp_path)[1]
     assert found.what == "rank 1 died"
     assert deterministic(read_metrics(tmp_path)[0]) == {"stage": "rl", "iteration": 1, "rollout/em": 0.5}
     stage = StageReport("rl", EvalResult(0.5, 0.5, 1.0, 1.0, 1.0, 9.0, num_tasks=1), 1.0)

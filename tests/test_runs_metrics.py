@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_world import deterministic
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
@@ -15,7 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.telemetry.examples import as_markdown
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, mean_over, read_metrics
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, mean_over, read_metrics
 from ragr1_actors.runs.telemetry.tensorboard import LAYOUT
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from recorded_run import PASSAGES, record
 from rich.console import Console
-from small_world import ROOT, SHORT, invoke, make_config, make_files, wait_for
+from small_world import ROOT, SHORT, deterministic, invoke, make_config, make_files, wait_for
 from storage_world import KEY, SECRET, CutConnection, Mender, give_up_soon, s3_server, s3_uri
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -36,7 +36,7 @@ from ragr1_actors.runs.run_directory import (
 )
 from ragr1_actors.runs.storage.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger, deterministic, read_metrics
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.training_run import TrainingRun
 from retrieval.replicas.retriever_group import RetrieverGroup
 

@@ -20,6 +20,7 @@ from small_world import (
     SHORT,
     THINGS,
     descendants,
+    deterministic,
     ended,
     make_config,
     make_files,
@@ -49,7 +50,7 @@ from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
-from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.batch_metrics import rollout_metrics
 from ragr1_actors.training.training_run import TrainingRun

@@ -17,7 +17,7 @@ from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, withdraw_order, write_answer, write_order
 from ragr1_actors.runs.storage.store import find_store
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_decisions, read_metrics
+from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_events, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TIMEOUT_S = 300.0
@@ -49,7 +49,7 @@ def test_a_run_adds_a_runner_for_a_learner_that_waits_and_says_why(files: Path, 
     first = report.decisions[0]
     assert (first.fleet, first.before, first.after) == ("runners", 1, 2)
     assert "occupy" in first.reason or "the learner waits" in first.reason
-    assert report.decisions == read_decisions(run_dir)
+    assert report.decisions == read_events(run_dir)[0]
     assert (report.tasks.lost, report.tasks.doubled) == (0, 0)
     last = rl_rows(run_dir)[-1]
     assert last["env_runners/target"] == 2
@@ -89,7 +89,7 @@ def test_a_live_run_takes_sizes_from_another_shell_and_loses_nothing(files: Path
     last = rl_rows(run_dir)[-1]
     assert (last["tasks/lost"], last["tasks/doubled"], last["tasks/failed"]) == (0, 0, 0)
     assert last["env_runners/num_restarts"] == 0
-    assert [(made.fleet, made.before, made.after) for made in read_decisions(run_dir)] == [
+    assert [(made.fleet, made.before, made.after) for made in read_events(run_dir)[0]] == [
         ("runners", 1, 2),
         ("retrievers", 1, 2),
         ("runners", 2, 1),

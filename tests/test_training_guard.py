@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from rich.console import Console
-from small_world import PLACES, THINGS, make_config, make_files
+from small_world import PLACES, THINGS, deterministic, make_config, make_files
 
 from learners import learner
 from learners.deepspeed.deepspeed_engine import Schedule
@@ -26,7 +26,7 @@ from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
-from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from ragr1_actors.training.guard import RULES, Guard

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from small_world import SHORT, make_config, make_files
+from small_world import SHORT, deterministic, make_config, make_files
 
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
@@ -17,7 +17,7 @@ from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
 from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
-from ragr1_actors.runs.telemetry.metrics import deterministic, read_metrics
+from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.engine

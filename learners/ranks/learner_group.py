@@ -48,7 +48,7 @@ from learners.ranks.step_clock import StepClock
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files
 from ragr1_actors.core.disk.files import ADAPTER_FOLDER, POLICY_FOLDER, is_no_room, sync_tree
-from ragr1_actors.core.disk.folders import AnyFolder, Folder, FolderWriter, compared, on_this_node
+from ragr1_actors.core.disk.folders import AnyFolder, Folder, FolderWriter, answer_probe, compared, on_this_node
 from ragr1_actors.core.disk.learner_state import (
     LEARNER_FILE,
     LEARNER_PREFIX,
@@ -59,7 +59,6 @@ from ragr1_actors.core.disk.learner_state import (
     read_learner,
     write_parts,
 )
-from ragr1_actors.core.disk.shared_folders import answer_probe
 from ragr1_actors.core.errors import FleetError, RagR1Error, UserError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch

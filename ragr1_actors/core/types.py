@@ -365,7 +365,6 @@ class GenerateFn(Protocol):
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Awaitable[Completion]:
         """Continue ``prompt_token_ids``; ``request_id`` names the trajectory, whose prefix stays cached."""
-        ...
 
 
 class ChatModel(Protocol):
@@ -373,7 +372,6 @@ class ChatModel(Protocol):
 
     async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """Return the answer to a conversation; ``ServiceError`` if there is none."""
-        ...
 
 
 EncodeFn = Callable[[str], list[int]]

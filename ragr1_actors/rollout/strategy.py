@@ -51,7 +51,6 @@ class Play(Protocol):
         ``variant`` reaches the environment as ``EnvContext.variant``, and is recorded. A ``fork`` begins as its parent:
         the environment acts on the parent's turns again, the tokens are copied, and the text is INJECTED.
         """
-        ...
 
 
 class RolloutStrategy(ABC):

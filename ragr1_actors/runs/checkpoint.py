@@ -138,13 +138,12 @@ class Checkpoints:
         """
         name = checkpoint_name(step)
         with self._discarded_if_it_fails(name):
-            before = self._folders.find(name)
+            if score is None and (before := self._folders.find(name)) is not None:
+                score = self._score(before)
             writer = self._folders.begin(name)
             with writer.part("driver") as folder:
                 if score is not None and self._best_metric:
                     write_json(folder / SCORE_FILE, {"metric": self._best_metric, "value": score})
-                elif before is not None and (content := self._score_file(before)) is not None:
-                    (folder / SCORE_FILE).write_bytes(content)
                 write(folder)
                 self._digests = digest_files(folder, sorted(one.name for one in folder.iterdir() if one.is_file()))
             self._writer = writer
@@ -219,15 +218,16 @@ class Checkpoints:
         return max(((score, step) for score, step in scores if score is not None), default=None)
 
     def _score(self, checkpoint: AnyFolder) -> float | None:
-        content = self._score_file(checkpoint) if self._best_metric else None
-        return None if content is None else _read_score(content, self._best_metric, str(checkpoint))
-
-    def _score_file(self, checkpoint: AnyFolder) -> bytes | None:
+        """Return the value of ``best_metric`` in ``score.json``; None if it is missing or damaged."""
+        if not self._best_metric:
+            return None
         try:
-            return self._folders.read(checkpoint, SCORE_FILE)
+            content = self._folders.read(checkpoint, SCORE_FILE)
+            found = None if content is None else validated(_Score, content, f"{checkpoint}/{SCORE_FILE}")
         except DataError as error:  # no reason to end a run
             logger.warning("%s; %s does not count as the best checkpoint", error, str(checkpoint).rpartition("/")[2])
             return None
+        return found.value if found is not None and found.metric == self._best_metric else None
 
     def _prune(self, saved: int) -> None:
         whole = self._whole()
@@ -248,16 +248,6 @@ def checkpoint_name(step: int) -> str:
 class _Score:
     metric: str
     value: float
-
-
-def _read_score(content: bytes, metric: str, where: str) -> float | None:
-    """Return the value in ``score.json`` of the checkpoint ``where``; None if it has another metric, or is damaged."""
-    try:
-        found = validated(_Score, content, f"{where}/{SCORE_FILE}")
-    except DataError as error:  # no reason to end a run
-        logger.warning("%s; %s does not count as the best checkpoint", error, where.rpartition("/")[2])
-        return None
-    return found.value if found.metric == metric else None
 
 
 class CheckpointSaver:

@@ -18,9 +18,8 @@ import yaml
 from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import POLICY_FOLDER, WRITING, write_file
-from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, warn_of_unlisted
+from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, reply_to, warn_of_unlisted
 from ragr1_actors.core.disk.json_files import read_json_as, write_json
-from ragr1_actors.core.disk.shared_folders import reply_to
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
 from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve, split_assignment
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories

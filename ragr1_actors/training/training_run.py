@@ -50,8 +50,7 @@ from ragr1_actors.runs.telemetry.metrics import (
     Gap,
     MetricsLogger,
     find_gaps,
-    read_decisions,
-    read_incidents,
+    read_events,
     read_metrics,
 )
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
@@ -161,7 +160,7 @@ class TrainingRun:
                         raise
                 finally:
                     algorithm.stop()
-        decisions, incidents = read_decisions(self._run_dir), read_incidents(self._run_dir)
+        decisions, incidents = read_events(self._run_dir)
         report = self._report(algorithm, memory.peak_bytes)
         report = replace(report, ratios=recall, decisions=decisions, incidents=incidents)
         self._write_page(report)

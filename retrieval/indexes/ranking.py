@@ -39,7 +39,6 @@ class Ranker(Protocol):
             vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere; without them a ranker that
                 needs vectors encodes. A zero vector is a query without a known word and finds nothing.
         """
-        ...
 
 
 def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:

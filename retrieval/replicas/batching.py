@@ -49,11 +49,9 @@ class Replica(Protocol[A_co]):
 
     async def answer_batch(self, queries: list[str], k: int) -> Sequence[A_co]:
         """Return one answer per query, or raise ``RetrievalError`` if this replica cannot answer."""
-        ...
 
     async def ping(self) -> None:
         """Return once the replica can answer, or raise ``RetrievalError``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ storage URI and Ray's object store.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from typing import Protocol, runtime_checkable
 
 from ragr1_actors.core.disk.digests import LIST_FILE, check_digests, warn_unlisted
 from ragr1_actors.core.disk.files import sync
-from ragr1_actors.core.disk.shared_folders import check_seen
 from ragr1_actors.core.errors import DataError, UserError
 
 
@@ -28,21 +28,31 @@ class Folder(Protocol):
         Raises:
             UserError: there is no connection, no room, or other content than expected.
         """
-        ...
 
     def only(self, *prefixes: str) -> Folder:
         """Return the folder with only the files whose names start with one of ``prefixes``."""
-        ...
 
     def reference(self) -> str:
         """Return a text from which a process without Ray can fetch the folder; empty if it needs Ray."""
-        ...
 
 
 AnyFolder = str | Path | Folder
 """Folder as a path, a name on a model hub, or a ``Folder``."""
 Share = Callable[[str | Path], AnyFolder]
 """Function that returns the form in which actors on any node get a folder of this node; a hub name is unchanged."""
+
+
+def check_seen(name: str | Path) -> None:
+    """Return if ``name`` is a folder on this node, or no absolute path, and so maybe a name on a model hub.
+
+    Raises:
+        DataError: the node of the driver has this folder, and this node does not.
+    """
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise DataError(
+            f"node {socket.gethostname()} does not see the folder {name}; put it on a file system that all nodes share "
+            "or --run-dir on a storage, such as s3://bucket/runs/mine"
+        )
 
 
 def on_this_node(folder: AnyFolder) -> str | Path:
@@ -102,7 +112,6 @@ class FolderWriter(Protocol):
             OSError: they cannot be written on this node.
             UserError: they cannot be delivered.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -117,3 +126,23 @@ class SharedFolderWriter:
         self.path.mkdir(parents=True, exist_ok=True)
         yield self.path
         sync(self.path)
+
+
+def answer_probe(probe: Path, *, replies: bool) -> str:
+    """Return the name of this node if it does not see the file ``probe``, else an empty text.
+
+    With ``replies`` it writes ``reply_to(probe)``; a node that cannot is returned, too.
+    """
+    try:
+        if not probe.is_file():
+            return socket.gethostname()
+        if replies:
+            reply_to(probe).touch()
+    except OSError:
+        return socket.gethostname()
+    return ""
+
+
+def reply_to(probe: Path) -> Path:
+    """Return the file that ``answer_probe`` writes."""
+    return probe.with_name(f"{probe.name}_reply")

@@ -55,7 +55,6 @@ class Workload(Protocol):
 
     def attempts(self, rng: random.Random, count: int) -> Sequence[Attempt]:
         """Return the attempts of a group."""
-        ...
 
 
 class DrawnWorkload:

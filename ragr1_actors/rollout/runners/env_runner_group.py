@@ -430,13 +430,9 @@ class EnvRunnerGroup:
             if error is not None:
                 self.fleet.note_failure(runner_id, error)
 
-    def rest(self) -> None:
-        """Give runners no work, and let none load its engine, until ``wake``."""
-        self._queue.is_held = True
-
-    def wake(self) -> None:
-        """Give runners work again."""
-        self._queue.is_held = False
+    def hold(self, *, is_held: bool) -> None:
+        """Give runners no work, and let none load its engine, while ``is_held``."""
+        self._queue.is_held = is_held
 
     def stop(self) -> None:
         """End all runners. Groups in flight are lost."""

@@ -227,7 +227,7 @@ class WeightSync:
         if self.shares_devices and not self._has_room:
             self._env_runners.wait_for_restarts()  # an engine that loads takes memory, too
             self._env_runners.call_engines("sleep")
-            self._env_runners.rest()
+            self._env_runners.hold(is_held=True)
             self._has_room = True
 
     @contextmanager
@@ -259,7 +259,7 @@ class WeightSync:
         if self.shares_devices:
             self._learners.offload_states()
             self._env_runners.call_engines("wake_up", "kv_cache")
-            self._env_runners.wake()
+            self._env_runners.hold(is_held=False)
             self._has_room = False
 
     def catch_up(self) -> None:

@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.storage import Storage, StorageWriter, StoredFolder
+from ragr1_actors.core.disk import files as on_disk
 from ragr1_actors.core.disk.digests import check_digests
-from ragr1_actors.core.disk.files import (
-    REPLACED,
-    begin_folder,
-    find_folder,
-    finish_folder,
-    remove_folder,
-    settle_folders,
-    write_file,
-)
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolderWriter
 
 
@@ -36,7 +28,6 @@ class WholeFolders(Protocol):
 
     def begin(self, name: str) -> FolderWriter:
         """Return a writer with which processes of a run write a folder, which is not visible before ``commit``."""
-        ...
 
     def commit(self, name: str, files: Collection[str]) -> AnyFolder:
         """Give the begun folder its name once ``files`` are in it; it replaces a folder of that name.
@@ -44,19 +35,15 @@ class WholeFolders(Protocol):
         Raises:
             UserError: a file was not delivered.
         """
-        ...
 
     def discard(self, name: str) -> None:
         """Remove a begun folder that cannot become whole."""
-        ...
 
     def find(self, name: str) -> AnyFolder | None:
         """Return a whole folder, or None. Nothing is changed."""
-        ...
 
     def names(self, parent: str) -> list[str]:
         """Return the names of the whole folders in a folder: ``["checkpoints/step_10", ...]``."""
-        ...
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
         """Return a file of a whole folder; None if it has no such file.
@@ -64,23 +51,18 @@ class WholeFolders(Protocol):
         Raises:
             DataError: it differs from the file that was written.
         """
-        ...
 
     def remove(self, names: Collection[str]) -> None:
         """Remove whole folders."""
-        ...
 
     def link(self, link: str, name: str | None) -> None:
         """Make ``link``, such as ``checkpoints/best``, a second name of a folder beside it; None removes the link."""
-        ...
 
     def clean(self, parent: str) -> None:
         """Remove begun folders of processes that ended before these were whole."""
-        ...
 
     def handle(self, folder: AnyFolder) -> str:
         """Return what a person deletes to remove a folder: ``the folder runs/mine/checkpoints/step_20``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -92,11 +74,11 @@ class LocalFolders:
     def begin(self, name: str) -> SharedFolderWriter:
         """Return an empty folder beside the final one."""
         self.discard(name)
-        return SharedFolderWriter(begin_folder(self.root / name).absolute())
+        return SharedFolderWriter(on_disk.begin_folder(self.root / name).absolute())
 
     def commit(self, name: str, files: Collection[str]) -> Path:
         """Rename the folder once it is on disk."""
-        finish_folder(self.root / name, files)
+        on_disk.finish_folder(self.root / name, files)
         return self.root / name
 
     def discard(self, name: str) -> None:
@@ -105,13 +87,14 @@ class LocalFolders:
 
     def find(self, name: str) -> Path | None:
         """Return the folder of that name."""
-        return find_folder(self.root / name)
+        return on_disk.find_folder(self.root / name)
 
     def names(self, parent: str) -> list[str]:
         """Return the names of the folders in a folder."""
         directory = self.root / parent
-        found = {one.name.removeprefix(REPLACED) for one in directory.iterdir()} if directory.is_dir() else set()
-        return sorted(f"{parent}/{name}" for name in found if not name.startswith("."))  # else it is not whole
+        found = directory.iterdir() if directory.is_dir() else ()
+        whole = {one.name.removeprefix(on_disk.REPLACED) for one in found}
+        return sorted(f"{parent}/{name}" for name in whole if not name.startswith("."))  # else it is not whole
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
         """Read a file and compare it with the list of its folder."""
@@ -122,7 +105,7 @@ class LocalFolders:
     def remove(self, names: Collection[str]) -> None:
         """Remove folders."""
         for path in [found for name in names if (found := self.find(name)) is not None]:
-            remove_folder(path)
+            on_disk.remove_folder(path)
 
     def link(self, link: str, name: str | None) -> None:
         """Make a symbolic link."""
@@ -131,11 +114,11 @@ class LocalFolders:
             path.unlink(missing_ok=True)
         elif not path.is_symlink() or path.readlink() != Path(Path(name).name):
             target = Path(name).name
-            write_file(path, lambda writing: writing.symlink_to(target))
+            on_disk.write_file(path, lambda writing: writing.symlink_to(target))
 
     def clean(self, parent: str) -> None:
         """Remove begun folders, and finish the renames of a ``commit`` that a crash interrupted."""
-        settle_folders(self.root / parent)
+        on_disk.settle_folders(self.root / parent)
 
     def handle(self, folder: AnyFolder) -> str:
         """Return a name of the folder for people."""

@@ -34,8 +34,6 @@ from ragr1_actors.runs.telemetry.trackers import Log
 
 METRICS_FILE = "metrics.jsonl"
 TIME_PREFIX = "time/"
-TIMING_PREFIXES = (TIME_PREFIX, "env_runners/", "retrieval/", "scaling/")
-"""Prefixes of metrics that depend on timing: wall times, and load, health and sizes of the fleets."""
 DECISIONS = "scaling/decisions"
 """Key of the list of ``ScalingDecision``, in lines that have any."""
 TOKENS = "learner/tokens"
@@ -196,19 +194,11 @@ def find_gaps(rows: Iterable[Mapping[str, Any]], done: Mapping[str, int]) -> tup
     return tuple(gaps)
 
 
-def read_decisions(run_dir: Path) -> tuple[ScalingDecision, ...]:
-    """Return the decisions about the fleets' sizes in ``metrics.jsonl``; ``DataError`` on a damaged line."""
-    return tuple(ScalingDecision(**made) for row in read_metrics(run_dir) for made in row.get(DECISIONS, ()))
-
-
-def read_incidents(run_dir: Path) -> tuple[Incident, ...]:
-    """Return what failed and was mended, by ``metrics.jsonl``; ``DataError`` on a damaged line."""
-    return tuple(Incident(**found) for row in read_metrics(run_dir) for found in row.get(INCIDENTS, ()))
-
-
-def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without wall times, incidents and the fleets' load; two runs with one seed agree in them."""
-    return {name: value for name, value in metrics.items() if not name.startswith((*TIMING_PREFIXES, INCIDENTS))}
+def read_events(run_dir: Path) -> tuple[tuple[ScalingDecision, ...], tuple[Incident, ...]]:
+    """Return the decisions about the fleets' sizes, and what failed and was mended; ``DataError`` on a damaged line."""
+    rows = read_metrics(run_dir)
+    decisions = tuple(ScalingDecision(**made) for row in rows for made in row.get(DECISIONS, ()))
+    return decisions, tuple(Incident(**found) for row in rows for found in row.get(INCIDENTS, ()))
 
 
 def ratio(means: Mapping[str, float], over: str, under: str) -> float:
