@@ -51,7 +51,7 @@ class FlatTrajectories:
 
     token_ids: NDArray[np.int64]  # [num_tokens]
     offsets: NDArray[np.int64]  # [S + 1], where each sequence begins in the tokens, and where the last one ends
-    response_mask: NDArray[np.bool_]  # [num_tokens], True for MODEL tokens: the only mask of every loss
+    response_mask: NDArray[np.bool_]  # [num_tokens], True for tokens of a trained kind: the only mask of every loss
     model_offsets: NDArray[np.int64]  # [S + 1], the same offsets, counted in MODEL tokens
     first_sequences: NDArray[np.int64]  # [N + 1], the first sequence of each trajectory, and S
     rollout_logprobs: NDArray[np.float32]  # [M], under the engine that sampled

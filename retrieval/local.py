@@ -20,17 +20,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import ToolCall
-from retrieval.base import (
-    OPEN_PAGE,
-    RETRIEVERS,
-    SEARCH,
-    SHARED_KEYS,
-    Hits,
-    Page,
-    Passage,
-    Retriever,
-    needs_index,
-)
+from retrieval.base import OPEN_PAGE, RETRIEVERS, SEARCH, SHARED_KEYS, Hits, Page, Passage, Retriever, needs_index
 from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
 from retrieval.corpora.titles import Titles

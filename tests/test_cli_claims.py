@@ -52,6 +52,7 @@ def test_a_method_is_copied_once(tmp_path: Path) -> None:
         *(f"{name}.yaml" for name in method_recipes()["search_r1"]),
         "search_r1.py",
         "README.md",
+        "claim.yaml",
     }
     assert "exists and is not empty; name a new folder" in invoke("new", "search_r1", str(tmp_path / "mine"))[1]
     assert "unknown method 'serch_r1'; did you mean 'search_r1'?" in invoke("new", "serch_r1", str(tmp_path / "b"))[1]
@@ -77,7 +78,8 @@ def test_an_unknown_method_has_no_claims(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_claim_is_put_to_the_test_and_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ragr1_actors", "claims", "gtr", *SMALL, "--run-dir", "claims", "--json"]
+    assert invoke("new", "gtr", str(tmp_path / "mine"))[0] == 0
+    command = [sys.executable, "-m", "ragr1_actors", "claims", "mine", *SMALL, "--run-dir", "claims", "--json"]
 
     def claims() -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -86,8 +88,9 @@ def test_a_claim_is_put_to_the_test_and_goes_on(tmp_path: Path) -> None:
 
     first = claims()
     assert "2 runs are to be made, about 0.1 hours on two CPU cores" in first.stderr
+    assert "train mine/gtr.yaml" in first.stderr
     verdict = json.loads(first.stdout)  # one line, and nothing of the runs
-    assert verdict["method"] == "gtr" and verdict["value"] == 0.0 and verdict["holds"] is False
+    assert verdict["method"] == "mine" and verdict["value"] == 0.0 and verdict["holds"] is False
     assert first.returncode == 1
     reports = list((tmp_path / "claims").rglob("report.json"))
     assert sorted(path.parent.name for path in reports) == ["rl", "sft"]

@@ -135,7 +135,6 @@ def test_a_check_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"runs": {"start": {"recipe": "quickstrat"}}}, "there is no recipe quickstrat; did you mean .quickstart"),
         ({"checks": [{"measure": "em", "of": "our", "at_least": 0}]}, "there is no run our; did you mean .ours"),
         ({"hours": 0}, "hours"),
         ({"cliam": "x"}, "unknown key .*cliam"),
@@ -143,14 +142,31 @@ def test_a_check_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -
 )
 def test_a_claim_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        Claim.read(
-            KEYS | keys | ({"checks": [{"measure": "em", "of": "start", "at_least": 0}]} if "runs" in keys else {}), "x"
-        )
+        Claim.read(KEYS | keys, "x")
 
 
 def test_an_unknown_method_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown method 'rag_r2'; did you mean 'rag_r1'"):
         read_claim("rag_r2")
+
+
+def test_a_folder_has_a_claim_of_its_own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "rag_r1"):
+        Path(folder).mkdir()
+        Path(folder, "claim.yaml").write_text(json.dumps(KEYS))
+    assert {plan.recipe for plan in read_claim("mine").runs.values()} == {"quickstart"}
+    Path("mine", "quickstart.yaml").write_text("{}")
+    assert {plan.recipe for plan in read_claim("mine").runs.values()} == {"mine/quickstart.yaml"}
+    assert ClaimTest.plan("./mine", tmp_path / "runs", []).runs[0].run_dir == tmp_path / "runs/mine/seed0/start"
+    assert read_claim("rag_r1").claim != KEYS["claim"]  # the project's, since a folder of this name is ambiguous
+    with pytest.raises(ConfigError, match="the project has a method of this name; rename the folder"):
+        read_claim("./rag_r1")
+    Path("mine", "claim.yaml").write_text(
+        json.dumps(KEYS | {"runs": KEYS["runs"] | {"other": {"recipe": "quickstrat"}}})
+    )
+    with pytest.raises(ConfigError, match=r"mine/claim.yaml: there is no recipe quickstrat; did you mean .quickstart"):
+        read_claim("mine")
 
 
 def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:

@@ -8,15 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from references_common import (
-    BASELINES,
-    LIMIT,
-    expected_advantages,
-    make_batch,
-    make_learner,
-    plain_kl,
-    rows,
-)
+from references_common import BASELINES, LIMIT, expected_advantages, make_batch, make_learner, plain_kl, rows
 
 from learners.advantages import generalized_advantages, overlong_penalty, whiten
 from learners.algorithms.grpo import DAPOLearner, DrGRPOLearner, GRPOLearner, ReinforcePPLearner, RLOOLearner

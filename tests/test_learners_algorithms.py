@@ -14,15 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learners_common import (
-    Build,
-    fill_columns,
-    make_batch,
-    make_config,
-    make_groups,
-    make_policy,
-    pickle_by_value,
-)
+from learners_common import Build, fill_columns, make_batch, make_config, make_groups, make_policy, pickle_by_value
 
 from learners.algorithms.ppo import PPOLearner
 from learners.deepspeed.deepspeed_engine import Schedule

@@ -14,12 +14,7 @@ from learners_common import Build, assert_same_arrays, make_config, make_groups,
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.ppo import PPOLearner
 from learners.algorithms.sft import SFTLearner
-from learners.deepspeed.deepspeed_engine import (
-    DeepSpeedEngine,
-    Schedule,
-    init_distributed,
-    shared_loading,
-)
+from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed, shared_loading
 from learners.models.scoring import PolicyModel, pair_cost
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError

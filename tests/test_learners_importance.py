@@ -11,16 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from learners_common import make_config
-from references_common import (
-    LIMIT,
-    Rows,
-    assert_same,
-    loss_of,
-    make_batch,
-    make_learner,
-    plain_kl,
-    sequence_lengths,
-)
+from references_common import LIMIT, Rows, assert_same, loss_of, make_batch, make_learner, plain_kl, sequence_lengths
 
 from learners.algorithms.grpo import CISPOLearner, DrGRPOLearner, GRPOLearner, GSPOLearner
 from learners.importance import sequence_weights

@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learners_common import (
-    Build,
-    fill_columns,
-    make_config,
-    make_groups,
-    make_policy,
-    make_trajectory,
-    pickle_by_value,
-)
+from learners_common import Build, fill_columns, make_config, make_groups, make_policy, make_trajectory, pickle_by_value
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.ranks.learner_group import LearnerGroup

@@ -49,7 +49,7 @@ def new(
     method: Annotated[str, typer.Argument(help="A method, see `ragr1 recipes`.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
 ) -> None:
-    """Copy the recipes and the Python of a method to a folder, to begin a method of your own from."""
+    """Copy the recipes, the Python and the claim of a method to a folder, to begin a method of your own from."""
     from ragr1_actors.lab.methods import copy_method
 
     for path in copy_method(method, folder):
@@ -60,7 +60,10 @@ def new(
 def claims(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[METHOD ...] [section.key=value ...]", help="Default: all methods."),
+        typer.Argument(
+            metavar="[METHOD ...] [section.key=value ...]",
+            help="A method, or a folder with a claim.yaml. Default: all methods.",
+        ),
     ] = None,
     run_dir: Annotated[
         Path, typer.Option("--run-dir", help="Where the runs are; those that are done are not made again.")

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ragr1_actors.cli import (
-    IndexOption,
-    JsonOption,
-    errors,
-    print_json,
-    print_line,
-    print_values,
-)
+from ragr1_actors.cli import IndexOption, JsonOption, errors, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands

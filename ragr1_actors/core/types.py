@@ -37,7 +37,7 @@ Bucket = tuple[float, float, float]
 
 
 class TokenKind(IntEnum):
-    """Writer of a token. Every loss, KL, entropy, whitening and value mask is ``kind == MODEL`` and nothing else."""
+    """Writer of a token. Every loss, KL, entropy, whitening and value mask has MODEL and ``Learner.trained_kinds``."""
 
     PROMPT = 0
     """Question and instructions, from the chat template."""

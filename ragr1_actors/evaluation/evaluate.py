@@ -26,11 +26,7 @@ from ragr1_actors.core.process.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import Task
-from ragr1_actors.evaluation.evaluated_policy import (
-    EvalRequest,
-    EvaluatedPolicy,
-    open_policy,
-)
+from ragr1_actors.evaluation.evaluated_policy import EvalRequest, EvaluatedPolicy, open_policy
 from ragr1_actors.planning.gpus import check_gpus
 from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, split_tasks

@@ -37,9 +37,7 @@ from ragr1_actors.core.resolve import (
     split_assignment,
 )
 from ragr1_actors.core.types import Task
-from ragr1_actors.evaluation.evaluated_policy import (
-    sampler_config,
-)
+from ragr1_actors.evaluation.evaluated_policy import sampler_config
 from ragr1_actors.planning.gpus import check_gpus
 from ragr1_actors.planning.preflight import check_sampler
 from ragr1_actors.planning.prepare import prepare_index, prepare_policy

@@ -41,7 +41,7 @@ class RunPlan(Section):
     """Run of a claim, made with each seed."""
 
     recipe: str
-    """Name of a recipe of the project."""
+    """Name of a recipe of the project, or of one beside the claim."""
     set: dict[str, Any] = Field({})
     """Keys of the recipe, ``training.lr: 1e-4``. ``{start}`` in a text is the directory of the run ``start``."""
 
@@ -123,8 +123,6 @@ class Claim(Section):
         named = [name for check in self.checks for name in (check.of, check.minus, check.over) if name]
         if wrong := [name for name in named if name not in self.runs]:
             raise ValueError(f"there is no run {wrong[0]}{nearest(wrong[0], self.runs)}")
-        if wrong := [plan.recipe for plan in self.runs.values() if plan.recipe not in recipe_files()]:
-            raise ValueError(f"there is no recipe {wrong[0]}{nearest(wrong[0], recipe_files())}")
         return self
 
 
@@ -134,12 +132,26 @@ def claim_files() -> dict[str, Path]:
 
 
 def read_claim(method: str) -> Claim:
-    """Return the claim of a method; raises ``ConfigError`` if there is no such method."""
-    known = claim_files()
-    if method not in known:
-        raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
-    content = read_yaml_file(known[method], "it is a part of the project")
-    return Claim.read(content if isinstance(content, dict) else {}, str(known[method]))
+    """Return the claim of a method of the project, or of a folder such as ``./mine``, with its recipes beside it.
+
+    Raises:
+        ConfigError: there is no such method or recipe, or the folder has the name of a method.
+    """
+    known, own = claim_files(), Path(method) / CLAIM_FILE
+    file = known.get(method, own)
+    if not file.is_file():
+        raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes, or give a folder")
+    if file is own and own.resolve().parent.name in known:
+        raise ConfigError(f"{method}: the project has a method of this name; rename the folder")
+    content = read_yaml_file(file, "write it as the docstring of ragr1_actors/lab/claim.py says")
+    claim = Claim.read(content if isinstance(content, dict) else {}, str(file))
+    beside = {path.stem: str(path) for path in own.parent.glob("*.yaml")} if file is own else {}
+    recipes, runs = recipe_files() | beside, {}
+    for name, plan in claim.runs.items():
+        if plan.recipe not in recipes:
+            raise ConfigError(f"{file}: there is no recipe {plan.recipe}{nearest(plan.recipe, recipes)}")
+        runs[name] = plan.model_copy(update={"recipe": beside.get(plan.recipe, plan.recipe)})
+    return claim.model_copy(update={"runs": runs})
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ class ClaimTest:
 
     @classmethod
     def plan(cls, method: str, root: Path, overrides: Sequence[str]) -> ClaimTest:
-        """Plan the runs below ``root``, as ``METHOD/seed0/NAME``; ``ConfigError`` if there is no such method."""
-        claim = read_claim(method)
+        """Plan the runs below ``root``, as ``METHOD/seed0/NAME``; ``ConfigError`` as in ``read_claim``."""
+        claim, method = read_claim(method), Path(method).resolve().name
         runs = (run for seed in range(claim.seeds) for run in _planned(claim, seed, root / method, overrides))
         return cls(method, claim, tuple(runs))
 

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from ragr1_actors.core.errors import ConfigError, nearest, one_line
-from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, recipe_files
+from ragr1_actors.core.resolve import RECIPES, recipe_files
 
-_NOT_COPIED = (CLAIM_FILE, "__init__.py", "__pycache__")
+_NOT_COPIED = ("__init__.py", "__pycache__")
 
 
 def recipe_methods() -> dict[str, str]:
@@ -27,7 +27,7 @@ def method_recipes() -> dict[str, list[str]]:
 
 
 def copy_method(method: str, folder: Path) -> list[Path]:
-    """Copy the recipes and the Python of a method to a new folder, and return its recipes.
+    """Copy the recipes, the Python and the claim of a method to a new folder, and return its recipes.
 
     Raises:
         ConfigError: there is no such method, or the folder is not empty or cannot be written.

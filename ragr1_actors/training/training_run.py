@@ -45,14 +45,7 @@ from ragr1_actors.runs.starts import append_start, this_start
 from ragr1_actors.runs.storage.layout import INDEX, POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.incidents import IncidentLog
-from ragr1_actors.runs.telemetry.metrics import (
-    METRICS_FILE,
-    Gap,
-    MetricsLogger,
-    find_gaps,
-    read_events,
-    read_metrics,
-)
+from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, Gap, MetricsLogger, find_gaps, read_events, read_metrics
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, HeldBlock

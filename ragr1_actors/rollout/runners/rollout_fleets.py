@@ -20,10 +20,7 @@ from envs.base import search_options
 from envs.rewards import RewardContext
 from envs.tasks.demonstrations import as_message
 from envs.tools.base import check_headings
-from ragr1_actors.core.config import (
-    RunConfig,
-    SamplerConfig,
-)
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.disk.folders import AnyFolder, Share, on_this_node
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.process.driver_loop import gather_or_cancel
