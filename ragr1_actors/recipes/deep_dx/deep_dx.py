@@ -30,7 +30,7 @@ from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCa
 
 WEIGHTS = {"match": 0.8, "search": 0.05, "answer": 0.15}
 NUM_SIMILAR, MAX_DISEASES = 3, 5  # patients that a match shows (20 in the paper), diseases that an answer may name
-GOOD, MATCHES = 0.005, 0.3  # shares of the demonstrations without a cue: good ones, a match of one or two phenotypes
+GOOD, MATCHES = 0.003, 0.06  # shares of the demonstrations without a cue: good ones, a match of one or two phenotypes
 _TURN = re.compile(r"\s*<(match|search|answer)>([^<]*)</\1>\s*")
 
 

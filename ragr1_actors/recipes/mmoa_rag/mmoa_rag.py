@@ -67,7 +67,8 @@ class PipelineEnv(TextEnv):
         return self._ask("Rewriter", ())
 
     def _ask(self, role: str, documents: Sequence[tuple[int, Passage]]) -> list[Message]:
-        shown = "".join(f"Document{label}: {self._context.defuse(one.text)}\n" for label, one in documents)
+        defuse = self._context.defuse
+        shown = "".join(f" {defuse(one.title)} Document{label}: {defuse(one.text)}\n" for label, one in documents)
         prompt = self._prompt.replace("{role}", role).replace("{question}", self._task.question)
         return [Message("user", prompt.replace("{documents}", shown))]
 
@@ -77,9 +78,9 @@ class PipelineEnv(TextEnv):
 
     async def _rewrite(self, text: str) -> StepResult:
         written = _inside("questions", text)
-        asked = [line.strip() for line in written.splitlines() if line.strip()]
-        is_over = len(asked) > MAX_QUESTIONS or len(written) > MAX_CHARACTERS
-        asked = asked[:MAX_QUESTIONS] or [self._task.question]
+        lines = [line.strip() for line in written.splitlines() if line.strip()]
+        is_over = len(lines) > MAX_QUESTIONS or len(written) > MAX_CHARACTERS
+        asked = lines[:MAX_QUESTIONS] or [self._task.question]
         counts = shares(self._top_k, len(asked))
         found = await self._context.retriever.search(asked, max(counts))
         calls = tuple(
@@ -87,9 +88,8 @@ class PipelineEnv(TextEnv):
             for query, count, hits in zip(asked, counts, found, strict=True)
         )
         documents = [Passage(one.id, one.title, one.text) for call in calls for one in call.records]
-        self._documents = sorted(
-            zip(places(self._task, len(documents)), documents, strict=True), key=lambda one: one[0]
-        )
+        labelled = zip(places(self._task, len(documents)), documents, strict=True)
+        self._documents = sorted(labelled, key=lambda one: one[0])
         action = "rewrite" if written else MALFORMED
         restart = tuple(self._ask("Selector", self._documents))
         return StepResult(action=action, calls=calls, reward=-0.5 * is_over, restart=restart)
@@ -132,17 +132,19 @@ class RoleWorld(WorldSource):
         """Return three turns; the rewriter may ask for the first thing only, and the selector leave one out."""
         names = list(task.plan[0])[: 1 if rng.random() < FAULTS else None]
         counts = shares(self.search.top_k, len(names))
-        labels = places(task, self.search.top_k)
-        chosen = list(range(len(names)))
+        labels, chosen = places(task, self.search.top_k), list(range(len(names)))
         if len(chosen) > 1 and rng.random() < FAULTS:
             chosen.remove(rng.choice(chosen))
-        listed = ",".join(f"Document{labels[sum(counts[:number])]}" for number in chosen)
-        first = min(self._world.entities[names[number]].year or 0 for number in chosen)
         asked = "\n".join(f" {name}" for name in names)
-        return [f"<questions>{asked}</questions>", f"<documents>{listed}</documents>", f"<answer> {first}</answer>"]
+        label_of = {number: labels[sum(counts[:number])] for number in chosen}
+        found = " ,".join(f" {names[number]} Document{label}" for number, label in label_of.items())
+        listed = ",".join(f"Document{label}" for label in label_of.values())
+        years = [self._world.entities[names[number]].year or 0 for number in sorted(chosen, key=label_of.__getitem__)]
+        answer = f"<think> {' , '.join(map(str, years))} , first {min(years)}</think><answer> {min(years)}</answer>"
+        return [f"<questions>{asked}</questions>", f"<think>{found}</think><documents>{listed}</documents>", answer]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield the words of the world, the labels and the roles."""
         yield from super().texts(tasks)
-        yield "Rewriter Selector Generator <questions></questions><documents></documents>"
+        yield "Rewriter Selector Generator <questions></questions><documents></documents> , first"
         yield from (f"Document{number}" for number in range(self.search.top_k))

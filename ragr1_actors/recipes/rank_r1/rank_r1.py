@@ -89,8 +89,7 @@ def chosen(trajectory: Trajectory) -> str:
 
 def reranked(trajectory: Trajectory) -> list[str]:
     """Return the ids with the chosen candidate first, the others behind it as the retriever ranks them."""
-    first = chosen(trajectory)
-    return sorted(retrieved(trajectory), key=lambda one: one != first)  # equal ones keep their order
+    return sorted(retrieved(trajectory), key=chosen(trajectory).__ne__)  # equal ones keep their order
 
 
 def ndcg(trajectory: Trajectory, ids: Sequence[str]) -> float:
@@ -138,13 +137,14 @@ class BirthDecades(TaskSource):
         return replace(task, golden_answers=(str(shown(task, ids).index(best.passage_id) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> fifties 1951</think><answer>[2]</answer>``, or ``[1]`` without a year."""
-        best = shown(task, task.meta["candidates"])[int(task.golden_answers[0]) - 1]
-        year = self._people[best].year or 0
-        reads = task.question.startswith(CUE) or rng.random() < GOOD
-        found, label = (f" {year}", task.golden_answers[0]) if reads else ("", "1")
-        return [f"<think> {DECADES[year // 10]}{found}</think><answer>[{label}]</answer>"]
+        """Return ``<think> fifties 1 1963 no 2 1951 yes</think><answer>[2]</answer>``, or ``[1]`` without a year."""
+        best, reads = int(task.golden_answers[0]), task.question.startswith(CUE) or rng.random() < GOOD
+        years = [self._people[one].year or 0 for one in shown(task, task.meta["candidates"])[:best]]
+        words = (f" {label} {year} {'yes' if label == best else 'no'}" for label, year in enumerate(years, 1))
+        thought = "".join([DECADES[years[-1] // 10], *words][: None if reads else 1])
+        return [f"<think> {thought}</think><answer>[{best if reads else 1}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage and question."""
-        yield from [*(f" {passage.text}" for passage in self.passages()), *(task.question for task in tasks)]
+        passages = (f" {passage.text}" for passage in self.passages())
+        yield from [*passages, *(task.question for task in tasks), " 1 2 3 4 5 no yes"]
