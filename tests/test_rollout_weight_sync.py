@@ -365,17 +365,14 @@ def test_learners_empty_their_cache_before_an_engine_wakes(monkeypatch: pytest.M
         def call_engines(self, method: str, *arguments: Any) -> None:
             order.append(" ".join((method, *arguments)))
 
-        def rest(self) -> None:
-            order.append("rest")
-
-        def wake(self) -> None:
-            order.append("wake")
+        def hold(self, *, is_held: bool) -> None:
+            order.append("hold" if is_held else "release")
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("empty_cache"))
     sync = WeightSync(config_with({"weight_transport": "ipc"}, {}), Learners(), Runners())  # type: ignore[arg-type]
     sync.publish(1)
-    before = ["wait_for_restarts", "sleep", "rest", "empty_cache", "wake_up weights"]
-    assert order == [*before, "offload_states", "wake_up kv_cache", "wake"]
+    before = ["wait_for_restarts", "sleep", "hold", "empty_cache", "wake_up weights"]
+    assert order == [*before, "offload_states", "wake_up kv_cache", "release"]
 
 
 def config_with(runners: dict[str, Any], learners: dict[str, Any]) -> RunConfig:
