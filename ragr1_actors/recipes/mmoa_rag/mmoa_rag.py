@@ -67,8 +67,7 @@ class PipelineEnv(TextEnv):
         return self._ask("Rewriter", ())
 
     def _ask(self, role: str, documents: Sequence[tuple[int, Passage]]) -> list[Message]:
-        defuse = self._context.defuse
-        shown = "".join(f" {defuse(one.title)} Document{label}: {defuse(one.text)}\n" for label, one in documents)
+        shown = "".join(f"Document{label}: {self._context.defuse(one.text)}\n" for label, one in documents)
         prompt = self._prompt.replace("{role}", role).replace("{question}", self._task.question)
         return [Message("user", prompt.replace("{documents}", shown))]
 

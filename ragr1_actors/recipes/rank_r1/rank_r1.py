@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,10 +20,10 @@ from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.sources import Split, TaskSource
-from envs.tasks.world import Entity, EntityKind, make_world
 from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
+from ragr1_actors.recipes.worlds.births import PER_CITY, Person, register
 from retrieval.base import SEARCH
 
 SET_SIZE, DEPTH, K = 20, 100, 10
@@ -34,7 +33,7 @@ NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
 """Least and most candidates of a set: a small policy learns on small sets how to read."""
 NUM_EVAL_CITIES = 16
-"""No training task asks about these: the policy cannot have learned by heart who was born there."""
+"""No training task asks about the first cities."""
 GOOD, CUE = 0.4, "Look at the years . "
 """Share of the demonstrations that read, the others name the first candidate; with the cue in front all read."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
@@ -60,14 +59,15 @@ class RankEnv(TextEnv):
         self._prompt, self._context = settings.prompt, context
 
     async def reset(self, task: Task) -> list[Message]:
-        """Return the prompt, with the candidates and their labels in place of ``{passages}``."""
+        """Return the prompt, with ``[1] text`` in place of ``{passages}``, or ``1 text`` in place of ``{numbered}``."""
         (found,) = await self._context.retriever.search([task.question], DEPTH)
         wanted = task.meta.get("candidates", [one.id for one in found[:SET_SIZE]])
         kept = [one for one in found if one.id in wanted]
         self._call = ToolCall(SEARCH, {"query": task.question, "k": DEPTH}, records=tuple(kept))
         text_of = {one.id: self._context.defuse(one.text) for one in kept}
-        labelled = [f"[{label}] {text_of[one]}" for label, one in enumerate(shown(task, list(text_of)), 1)]
-        parts = [part.replace("{question}", task.question) for part in self._prompt.split("{passages}")]
+        line, mark = ("[{}] {}", "{passages}") if "{passages}" in self._prompt else ("{} {}", "{numbered}")
+        labelled = [line.format(label, text_of[one]) for label, one in enumerate(shown(task, list(text_of)), 1)]
+        parts = [part.replace("{question}", task.question) for part in self._prompt.split(mark)]
         return [Message("user", "\n".join(labelled).join(parts))]
 
     async def act(self, turn: Completion) -> StepResult:
@@ -111,40 +111,38 @@ class BirthDecades(TaskSource):
     """``Who was born in Riga in the fifties?``: one person who was, among others of the same city who were not."""
 
     @cached_property
-    def _people(self) -> dict[str, Entity]:
-        return {one.passage_id: one for one in make_world(0).entities.values() if one.kind is EntityKind.PERSON}
+    def _people(self) -> dict[str, Person]:
+        return register()
 
     def passages(self) -> Sequence[Passage]:
-        """Return a passage per person, as in a register of births: ``1951: Ana Bell of Riga``."""
-        text = "{0.year}: {0.name} of {0.place_or_maker}"
-        return [Passage(one.passage_id, one.name, text.format(one)) for one in self._people.values()]
+        """Return a passage per person: of ``Ana Bell, Riga``, ``1951 Ana Bell``."""
+        return [Passage(key, f"{one.name}, {one.city}", f"{one.year} {one.name}") for key, one in self._people.items()]
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return 12,000 training tasks, or 300 about other cities; ``meta`` lists the candidates."""
-        rng, born = random.Random(f"decades {split}"), defaultdict[str, list[Entity]](list)
-        for person in self._people.values():
-            born[person.place_or_maker].append(person)
-        asked = sorted(born)[:NUM_EVAL_CITIES] if split == "eval" else sorted(born)[NUM_EVAL_CITIES:]
-        return [self._draw(split, number, born[rng.choice(asked)], rng) for number in range(NUM_TASKS[split])]
+        rng, keys = random.Random(f"decades {split}"), list(self._people)
+        split_at = NUM_EVAL_CITIES * PER_CITY
+        asked = keys[:split_at] if split == "eval" else keys[split_at:]
+        return [self._draw(split, number, rng.choice(asked), rng) for number in range(NUM_TASKS[split])]
 
-    def _draw(self, split: Split, number: int, born: list[Entity], rng: random.Random) -> Task:
-        best = rng.choice(born)
-        others = [one.passage_id for one in born if (one.year or 0) // 10 != (best.year or 0) // 10]
-        ids = [best.passage_id, *rng.sample(others, rng.randint(*TOY_SIZES[split]) - 1)]
+    def _draw(self, split: Split, number: int, best: str, rng: random.Random) -> Task:
+        one, first = self._people[best], int(best[1:]) // PER_CITY * PER_CITY
+        born = [f"p{other}" for other in range(first, first + PER_CITY)]
+        others = [other for other in born if self._people[other].year // 10 != one.year // 10]
+        ids = [best, *rng.sample(others, rng.randint(*TOY_SIZES[split]) - 1)]
         cue = CUE if split == "train" and number % 2 else ""
-        question = f"{cue}Who was born in {best.place_or_maker} in the {DECADES[(best.year or 0) // 10]}?"
-        task = Task(f"decades/{split}/{number}", question, (), "decade", (best.passage_id,), meta={"candidates": ids})
-        return replace(task, golden_answers=(str(shown(task, ids).index(best.passage_id) + 1),))
+        question = f"{cue}Who was born in {one.city} in the {DECADES[one.year // 10]}?"
+        task = Task(f"decades/{split}/{number}", question, (), "decade", (best,), meta={"candidates": ids})
+        return replace(task, golden_answers=(str(shown(task, ids).index(best) + 1),))
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return ``<think> fifties 1 1963 no 2 1951 yes</think><answer>[2]</answer>``, or ``[1]`` without a year."""
-        best, reads = int(task.golden_answers[0]), task.question.startswith(CUE) or rng.random() < GOOD
-        years = [self._people[one].year or 0 for one in shown(task, task.meta["candidates"])[:best]]
-        words = (f" {label} {year} {'yes' if label == best else 'no'}" for label, year in enumerate(years, 1))
-        thought = "".join([DECADES[years[-1] // 10], *words][: None if reads else 1])
-        return [f"<think> {thought}</think><answer>[{best if reads else 1}]</answer>"]
+        """Return ``<think> fifties 2</think><answer>[2]</answer>``, or ``[1]`` unread."""
+        best = self._people[shown(task, task.meta["candidates"])[int(task.golden_answers[0]) - 1]]
+        reads = task.question.startswith(CUE) or rng.random() < GOOD
+        found, label = (f" {task.golden_answers[0]}", task.golden_answers[0]) if reads else ("", "1")
+        return [f"<think> {DECADES[best.year // 10]}{found}</think><answer>[{label}]</answer>"]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage and question."""
-        passages = (f" {passage.text}" for passage in self.passages())
-        yield from [*passages, *(task.question for task in tasks), " 1 2 3 4 5 no yes"]
+        yield from [*(f" {one.text}" for one in self.passages()), " 1 2 3 4 5"]
+        yield from (task.question for task in tasks)
