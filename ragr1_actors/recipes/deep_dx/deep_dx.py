@@ -30,7 +30,7 @@ from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCa
 
 WEIGHTS = {"match": 0.8, "search": 0.05, "answer": 0.15}
 NUM_SIMILAR, MAX_DISEASES = 3, 5  # patients that a match shows (20 in the paper), diseases that an answer may name
-GOOD, MATCHES = 0.005, 0.3  # shares of the demonstrations without a cue: good ones, a match of one to four phenotypes
+GOOD, MATCHES = 0.005, 0.3  # shares of the demonstrations without a cue: good ones, a match of one or two phenotypes
 _TURN = re.compile(r"\s*<(match|search|answer)>([^<]*)</\1>\s*")
 
 
@@ -141,7 +141,7 @@ class Ward(TaskSource):
         """Return a match of all phenotypes, a search and the disease; mostly a guess where there is no cue."""
         is_good, has = bool(task.meta["cue"]) or rng.random() < GOOD, task.meta["phenotypes"]
         said = task.golden_answers[0] if is_good else rng.choice(NAMES)
-        matched = ", ".join(has if is_good else rng.sample(has, rng.randint(1, len(has) - 1)))
+        matched = ", ".join(has if is_good else rng.sample(has, rng.randint(1, 2)))
         turns = [f"<match> {matched}</match>"] * (is_good or rng.random() < MATCHES)
         return [*turns, *[f"<search> {said}</search>"] * is_good, f"<answer> {said}</answer>"]
 
