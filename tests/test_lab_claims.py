@@ -167,6 +167,9 @@ def test_a_folder_has_a_claim_of_its_own_recipes(tmp_path: Path, monkeypatch: py
     )
     with pytest.raises(ConfigError, match=r"mine/claim.yaml: there is no recipe quickstrat; did you mean .quickstart"):
         read_claim("mine")
+    Path("mine", "claim.yaml").write_text(json.dumps(KEYS | {"runs": KEYS["runs"] | {"other": {"recipe": "claim"}}}))
+    with pytest.raises(ConfigError, match=r"there is no recipe claim"):
+        read_claim("mine")
 
 
 def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def read_claim(method: str) -> Claim:
         raise ConfigError(f"{method}: the project has a method of this name; rename the folder")
     content = read_yaml_file(file, "write it as the docstring of ragr1_actors/lab/claim.py says")
     claim = Claim.read(content if isinstance(content, dict) else {}, str(file))
-    beside = {path.stem: str(path) for path in own.parent.glob("*.yaml")} if file is own else {}
+    beside = {path.stem: str(path) for path in own.parent.glob("*.yaml") if file is own and path != own}
     recipes, runs = recipe_files() | beside, {}
     for name, plan in claim.runs.items():
         if plan.recipe not in recipes:
