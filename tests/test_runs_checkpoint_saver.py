@@ -28,7 +28,7 @@ from ragr1_actors.runs.checkpoint import Checkpoints, CheckpointSaver
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
-from ragr1_actors.training.algorithm import Algorithm, OnProgress
+from ragr1_actors.training.algorithm import Algorithm, OnIteration
 from ragr1_actors.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.engine
@@ -137,10 +137,10 @@ def test_a_checkpoint_is_due_after_minutes_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("ragr1_actors.training.training_run.time", SimpleNamespace(monotonic=lambda: now))
     original, saved = Algorithm.train, []
 
-    def train(self: Algorithm, on_progress: OnProgress | None = None) -> dict[str, float]:
+    def train(self: Algorithm, on_iteration: OnIteration | None = None) -> dict[str, float]:
         nonlocal now
         now += 50
-        return original(self, on_progress)
+        return original(self, on_iteration)
 
     monkeypatch.setattr(Algorithm, "train", train)
     monkeypatch.setattr(Algorithm, "save", lambda self, *_, **__: saved.append((self.sft_step, self.iteration)))

@@ -269,7 +269,7 @@ def test_evaluations_that_begin_before_one_has_ended_wait_for_it(files: Path, tm
     algorithm.pretrain(lambda step, metrics: None)
     results: list[EvalResult] = []
     for _ in range(2):
-        algorithm.evaluate_beside("", results.append)
+        algorithm.evaluate_beside("", lambda result, examples: results.append(result))
     between = algorithm.evaluate()
     assert results == [between, between]
     algorithm.stop()

@@ -61,7 +61,7 @@ from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
-from ragr1_actors.core.types import Bucket, FailedTask, TrajectoryGroup
+from ragr1_actors.core.types import FailedTask, TrajectoryGroup
 from ragr1_actors.evaluation.evaluate import eval_result
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
@@ -84,20 +84,32 @@ from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.examples import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
-from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics, rollout_samples, take_histograms
+from ragr1_actors.training.batch_metrics import (
+    Histograms,
+    Samples,
+    mean_lag,
+    rollout_metrics,
+    rollout_samples,
+    take_histograms,
+)
 from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.fleet_controller import TICK_S, FleetController
 
 if TYPE_CHECKING:  # imports torch
     from learners.learner import Learner
 
-OnProgress = Callable[[int, dict[str, float]], None]
-"""Callback with the number of finished steps and the newest metrics."""
+OnStep = Callable[[int, dict[str, float]], None]
+"""Callback with the number of finished steps of SFT and the newest metrics."""
+OnIteration = Callable[[int, dict[str, float], Samples, Histograms], None]
+"""Callback with the number of finished iterations, and what the newest one measured."""
+Examples = dict[str, str]
+"""A right and a wrong trajectory of an evaluation as Markdown: ``{"right": ..., "wrong": ...}``."""
+OnResult = Callable[[EvalResult, Examples], None]
 HeldBlock = Callable[[], AbstractContextManager[None]]
 """Function that returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
 
 
-_Evaluation = tuple[str, Callable[[EvalResult], None], asyncio.Task[tuple[list[FinishedGroup], int]]]
+_Evaluation = tuple[str, OnResult, asyncio.Task[tuple[list[FinishedGroup], int]]]
 """Evaluation beside training: its name, the callback of its result, and its task."""
 
 
@@ -124,11 +136,7 @@ class Algorithm:
         self.store = store
         self.prepared = prepared
         self.sft_step = 0
-        self.num_decisions: Counter[str] = Counter()
         self.iteration = self.policy_version = 0
-        self.samples: dict[str, list[float]] = {}  # of the newest batch by trajectory, see ``rollout_samples``
-        self.histograms: dict[str, list[Bucket]] = {}  # of the newest update by name, see ``take_histograms``
-        self.examples: dict[str, str] = {}  # a right and a wrong trajectory of the newest evaluation, as Markdown
         self._log_s = 0.0  # of the previous iteration
         self._keeper = ThreadPoolExecutor(1, "keep trajectories")
         self._keeping: Future[None] | None = None
@@ -204,17 +212,18 @@ class Algorithm:
 
     # -- stage 1 ---------------------------------------------------------------------------------------------------
 
-    def pretrain(self, on_progress: OnProgress) -> None:
+    def pretrain(self, on_step: OnStep) -> Counter[str]:
         """SFT: learn the format from demonstrations, played against the real retriever.
 
-        It does nothing if the restored run has finished the stage.
+        It returns how often each decision was demonstrated, ``{"search": 900, "answer": 400}``. If the restored run has
+        finished the stage, it does nothing and returns an empty counter.
         """
         if self.is_pretrained:
-            return
+            return Counter()
         settings = self.config.sft
         scripts = draw_demonstrations(self.prepared, settings.num_demonstrations, self.config.debugging.seed)
         played = self._fleets.play_scripts(scripts)
-        groups, self.num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
+        groups, num_decisions = learnable(played, only_correct=settings.demonstrations != MIXTURE)
         if self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, "demonstrations", [groups_to_record_batch(played)])
         self._weight_sync.make_room()
@@ -228,10 +237,11 @@ class Algorithm:
                 self._saver.commit_if_written()
                 metrics = self._loop.run(self._update([groups_to_record_batch(batch)]))
                 self.sft_step += 1
-                on_progress(self.sft_step, metrics)
+                on_step(self.sft_step, metrics)
         with self._held():
             self._sft_policy = self.store.write_policy(SFT_POLICY, self._learners.save_policy)
             self._publish()
+        return num_decisions
 
     @property
     def is_pretrained(self) -> bool:
@@ -256,10 +266,10 @@ class Algorithm:
 
     # -- stage 2 ---------------------------------------------------------------------------------------------------
 
-    def train(self, on_progress: OnProgress | None = None) -> dict[str, float]:
+    def train(self, on_iteration: OnIteration | None = None) -> dict[str, float]:
         """Run one iteration of RL: sample a batch of groups, learn from it, publish the new policy.
 
-        ``on_progress`` is called with the returned metrics, before a held interrupt is raised.
+        ``on_iteration`` is called with the returned metrics, before a held interrupt is raised.
         """
         started, num_sampled_before = time.perf_counter(), self._collector.num_sampled_tokens
         training = self.config.training
@@ -279,9 +289,8 @@ class Algorithm:
         # Learner, task ledger and logs change together: else a resumed run trains a task twice, or logs no metrics
         with self._held(), self.controller.learner.works():
             self._weight_sync.make_room()
-            learner_metrics, self.histograms = take_histograms(
-                self._loop.run(self._update([group.batch for group in batch]))
-            )
+            updated = self._loop.run(self._update([group.batch for group in batch]))
+            learner_metrics, histograms = take_histograms(updated)
             learned = time.perf_counter()
             set_aside = self._collector.trained(batch)
             self.iteration += 1
@@ -307,10 +316,9 @@ class Algorithm:
                 "time/write_s": written - published + self._log_s,
                 "time/iteration_s": time.perf_counter() - started,
             }
-            self.samples = rollout_samples(batch + set_aside)
             logging = time.perf_counter()
-            if on_progress is not None:
-                on_progress(self.iteration, metrics)
+            if on_iteration is not None:
+                on_iteration(self.iteration, metrics, rollout_samples(batch + set_aside), histograms)
             self._log_s = time.perf_counter() - logging
         return metrics
 
@@ -362,7 +370,12 @@ class Algorithm:
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, name: str = "", on_task: Callable[[int, int], None] = lambda done, total: None) -> EvalResult:
+    def evaluate(
+        self,
+        name: str = "",
+        on_task: Callable[[int, int], None] = lambda done, total: None,
+        on_examples: Callable[[Examples], None] = lambda examples: None,
+    ) -> EvalResult:
         """Answer the held-out tasks greedily; to be called between iterations.
 
         A task is asked again if the machinery failed, at most ``max_task_retries`` times; ``FleetError`` if every task
@@ -379,9 +392,11 @@ class Algorithm:
         with self.controller.learner.waits():
             self._finish_evaluation()
             groups, num_failed = self._loop.run(self._sample_evaluation(on_group))
-            return self._keep_evaluation(name, groups, num_failed)
+            result, examples = self._keep_evaluation(name, groups, num_failed)
+        on_examples(examples)
+        return result
 
-    def evaluate_beside(self, name: str, on_result: Callable[[EvalResult], None]) -> None:
+    def evaluate_beside(self, name: str, on_result: OnResult) -> None:
         """Begin an evaluation and return: its tasks are answered while the next ``train`` samples its batch.
 
         That ``train`` calls ``on_result`` before it learns, so all answers are from the current policy version. Another
@@ -412,14 +427,14 @@ class Algorithm:
         evaluation, self._evaluation = self._evaluation, None
         if evaluation is not None:
             name, on_result, sampled = evaluation
-            on_result(self._keep_evaluation(name, *self._loop.run(asyncio.wait_for(sampled, None))))
+            on_result(*self._keep_evaluation(name, *self._loop.run(asyncio.wait_for(sampled, None))))
 
-    def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> EvalResult:
+    def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> tuple[EvalResult, Examples]:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, f"eval_{name}", [group.batch for group in groups])
-        self.examples = _examples(groups)
         environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
-        return eval_result([group.summary for group in groups], num_failed, environment.measures)
+        result = eval_result([group.summary for group in groups], num_failed, environment.measures)
+        return result, _examples(groups)
 
     def start_profile(self) -> None:
         """Begin to profile every learner rank."""
@@ -561,9 +576,9 @@ class Algorithm:
             self._placement.remove()
 
 
-def _examples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
+def _examples(groups: Sequence[FinishedGroup]) -> Examples:
     """Return the first trajectory with a right answer, and the first with a wrong one, as Markdown."""
-    found: dict[str, str] = {}
+    found: Examples = {}
     for group in groups:
         name = "right" if group.summary.means.get("em") else "wrong"
         if name not in found and not group.summary.num_failed:

@@ -11,20 +11,24 @@ from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over, ratio
 
+Samples = dict[str, list[float]]
+"""Values of all trajectories of a batch by metric: ``{"reward": [1.0, 0.0, ...], "turns": [2.0, 3.0, ...]}``."""
+Histograms = dict[str, list[Bucket]]
+"""Buckets of an update by name: ``{"ratio": [(0.9, 1.1, 7.0)]}``."""
 _RATIOS = {"observation_share": ("observation_tokens", "context_tokens")}
 
 
-def rollout_samples(batch: Sequence[FinishedGroup]) -> dict[str, list[float]]:
-    """Return the values of all trajectories of a batch: ``{"reward": [1.0, 0.0, ...], "turns": [2.0, 3.0, ...]}``."""
+def rollout_samples(batch: Sequence[FinishedGroup]) -> Samples:
+    """Return the values of all trajectories of a batch."""
     summaries = [group.summary for group in batch]
     names = dict.fromkeys(name for summary in summaries for name in summary.samples)
     found = {name: [value for s in summaries for value in s.samples.get(name, ())] for name in names}
     return {"reward": [value for summary in summaries for value in summary.rewards], **found}
 
 
-def take_histograms(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[Bucket]]]:
-    """Return a learner's metrics without the counts of buckets, and histograms: ``{"ratio": [(0.9, 1.1, 7.0)]}``."""
-    found: dict[str, list[Bucket]] = {}
+def take_histograms(metrics: Mapping[str, float]) -> tuple[dict[str, float], Histograms]:
+    """Return a learner's metrics without the counts of buckets, and the histograms."""
+    found: Histograms = {}
     left_over = dict(metrics)
     for key in metrics:
         if key.startswith(HISTOGRAM_PREFIX):

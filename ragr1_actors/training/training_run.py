@@ -48,7 +48,8 @@ from ragr1_actors.runs.telemetry.incidents import IncidentLog
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, Gap, MetricsLogger, find_gaps, read_events, read_metrics
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
-from ragr1_actors.training.algorithm import Algorithm, HeldBlock
+from ragr1_actors.training.algorithm import Algorithm, Examples, HeldBlock
+from ragr1_actors.training.batch_metrics import Histograms, Samples
 from ragr1_actors.training.guard import Guard
 from ragr1_actors.training.profiling import largest_costs, write_timelines
 
@@ -86,7 +87,8 @@ class TrainingRun:
         self._stages: list[StageReport] = []
         self._guard = Guard(config.training.guard)
         self._held: HeldBlock = nullcontext
-        self._evaluated: tuple[int, dict[str, float]] | None = None  # iteration and metrics that are not logged yet
+        # iteration, metrics and examples that are not logged yet
+        self._evaluated: tuple[int, dict[str, float], Examples] | None = None
         self._told_share = 0.05  # of agents that failed
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
@@ -260,8 +262,8 @@ class TrainingRun:
                     if self._is_due(step, SFT_CHECKPOINT_STEPS) and step < config.sft.num_steps:
                         self._save(algorithm, wait=False)
 
-                algorithm.pretrain(on_step)
-            decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(algorithm.num_decisions.items()))
+                num_decisions = algorithm.pretrain(on_step)
+            decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(num_decisions.items()))
             if decisions:  # nothing is demonstrated if the run was resumed after stage 1
                 self._console.print(f"decisions demonstrated: {decisions}")
             score = self._evaluate(algorithm, logger, "sft", started)
@@ -277,25 +279,26 @@ class TrainingRun:
         total = self._config.training.num_iterations
         with show_progress(self._console, "RL", total, algorithm.iteration, line_interval_s=0) as report:
 
-            def on_iteration(iteration: int, metrics: dict[str, float]) -> None:
+            def on_iteration(n: int, metrics: dict[str, float], samples: Samples, histograms: Histograms) -> None:
                 nonlocal was_idle
-                self._warn_of_agents(iteration, metrics)
-                for alarm in self._guard.observe(iteration, metrics):
+                self._warn_of_agents(n, metrics)
+                for alarm in self._guard.observe(n, metrics):
                     self._say(alarm)
                 found = metrics | self._guard.metrics()
                 decisions, incidents = self._decisions(algorithm), self._incidents.take()
-                logger.log("rl", iteration, found, decisions, incidents, algorithm.samples, algorithm.histograms)
+                logger.log("rl", n, found, decisions, incidents, samples, histograms)
                 is_idle = not metrics["learner/num_steps"]
                 if is_idle and not was_idle:  # the first of several in a row is reported
                     self._console.print(
-                        f"no group with different rewards: nothing learned in iteration {iteration}", highlight=False
+                        f"no group with different rewards: nothing learned in iteration {n}", highlight=False
                     )
                 was_idle = is_idle
                 if self._evaluated is not None:  # after the line before which it took place, see ``MetricsLogger.log``
-                    logger.log("rl", *self._evaluated)
-                    logger.log_examples("rl", self._evaluated[0], algorithm.examples)
+                    evaluated, values, examples = self._evaluated
+                    logger.log("rl", evaluated, values)
+                    logger.log_examples("rl", evaluated, examples)
                     self._evaluated = None
-                report(iteration, describe_iteration(metrics))
+                report(n, describe_iteration(metrics))
 
             if self._lacks_evaluation(algorithm.iteration):  # it was interrupted
                 self._evaluate_beside(algorithm)
@@ -369,9 +372,10 @@ class TrainingRun:
         """Evaluate while the next batch is sampled, and then write the checkpoint that is due or the best."""
         iteration = algorithm.iteration
 
-        def on_result(result: EvalResult) -> None:
+        def on_result(result: EvalResult, examples: Examples) -> None:
             values = {f"eval/{name}": float(value) for name, value in result.by_name().items()}
-            self._evaluated = iteration, values | {"eval/policy_version": float(algorithm.policy_version)}
+            version = {"eval/policy_version": float(algorithm.policy_version)}
+            self._evaluated = iteration, values | version, examples
             score = self._score(result)
             if is_sound and (is_due or (score is not None and algorithm.is_best(score))):
                 self._save(algorithm, score, wait=False)
@@ -423,11 +427,12 @@ class TrainingRun:
         """Evaluate at the end of a stage and return the score; None if that was done before a resume."""
         if self._has_stage(name):
             return None
+        examples: Examples = {}
         with counted_bar(self._console, "evaluating") as on_task:
-            result = algorithm.evaluate(name, on_task)
+            result = algorithm.evaluate(name, on_task, examples.update)
         values = {f"eval/{key}": value for key, value in result.by_name().items()}
         logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
-        logger.log_examples(f"eval_{name}", algorithm.iteration, algorithm.examples)
+        logger.log_examples(f"eval_{name}", algorithm.iteration, examples)
         self._stages.append(StageReport(name, result, time.monotonic() - started))
         return self._score(result)
 

@@ -34,8 +34,8 @@ TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
 """Least and most candidates of a set: a small policy learns on small sets how to read."""
 NUM_EVAL_CITIES = 16
 """No training task asks about the first cities."""
-GOOD, CUE = 0.4, "Look at the years . "
-"""Share of the demonstrations that read, the others name the first candidate; with the cue in front all read."""
+CUED, GOOD, CUE = 0.8, 0.4, "Look at the years . "
+"""Share of the training questions with the cue in front, whose demonstrations read; share of the others that read."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
 
 
@@ -130,7 +130,7 @@ class BirthDecades(TaskSource):
         born = [f"p{other}" for other in range(first, first + PER_CITY)]
         others = [other for other in born if self._people[other].year // 10 != one.year // 10]
         ids = [best, *rng.sample(others, rng.randint(*TOY_SIZES[split]) - 1)]
-        cue = CUE if split == "train" and number % 2 else ""
+        cue = CUE if split == "train" and rng.random() < CUED else ""
         question = f"{cue}Who was born in {one.city} in the {DECADES[one.year // 10]}?"
         task = Task(f"decades/{split}/{number}", question, (), "decade", (best,), meta={"candidates": ids})
         return replace(task, golden_answers=(str(shown(task, ids).index(best) + 1),))
