@@ -40,8 +40,8 @@ def _inside(tag: str, text: str) -> str:
 
 
 def places(task: Task, count: int) -> list[int]:
-    """Return the label of each document by its place in the retriever's order: shuffled, the same for the same task."""
-    return random.Random(task.task_id).sample(range(count), count)
+    """Return the label of each document by its place in the retriever's order; the question shuffles, not the id."""
+    return random.Random(task.question).sample(range(count), count)
 
 
 def shares(total: int, count: int) -> list[int]:

@@ -40,8 +40,8 @@ _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*
 
 
 def shown(task: Task, ids: Sequence[str]) -> list[str]:
-    """Return candidates in the order of their labels, the first is ``[1]``: shuffled, the same for the same set."""
-    return sorted(ids, key=lambda one: random.Random(f"{task.task_id} {one}").random())
+    """Return candidates in the order of their labels, the first is ``[1]``; the question shuffles them, not the id."""
+    return sorted(ids, key=lambda one: random.Random(f"{task.question} {one}").random())
 
 
 class RankEnv(TextEnv):
