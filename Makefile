@@ -6,7 +6,8 @@
 # make check       formatting, lint, types, import rules
 # make real        train SmolLM2-135M-Instruct to search the generated world, on two CPU cores; goes on if interrupted
 # make claims      what the methods claim, each against its baseline: hours; ARGS=rag_r1 names some
-# make bench NAME=rollout|retrieval|learner|gpu|scale|view|real    measure the project against its goals
+# make bench NAME=rollout|retrieval|learner|crowd|gpu|growth|scale|view|real    measure the project against its goals
+# make bench NAME=all     all of them but the runs of `real`: hours; NAME=fast some, in minutes
 # make docs        build the documentation into site/
 #
 # Every target first makes the virtual environment that it needs. The stamp files .venv/.installed* record that an
@@ -63,9 +64,9 @@ docs: .venv/.installed-docs
 	$(BIN)/python docs/generate_configuration.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-# Only the rollout benchmark needs vLLM.
+# Only the rollout benchmark needs vLLM; `all` starts it in the environment that has it.
 BENCH_ENV := $(if $(filter rollout,$(NAME)),.venv-vllm/.installed,.venv/.installed-dev)
-bench: $(BENCH_ENV)
+bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed)
 	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 
 # venv installs pip last: if pip is missing, an earlier run was interrupted and the environment is made again.

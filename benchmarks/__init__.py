@@ -7,7 +7,11 @@ A benchmark is a module with ``describe()``, one line on the workload; ``METRICS
 from __future__ import annotations
 
 BENCHMARKS = {
+    "all": "benchmarks.everything",
+    "crowd": "benchmarks.retrieval.crowd",
+    "fast": "benchmarks.fast",
     "gpu": "benchmarks.learner.gpu",
+    "growth": "benchmarks.growth",
     "learner": "benchmarks.learner.ratios",
     "real": "benchmarks.real.ratios",
     "retrieval": "benchmarks.retrieval.ratios",

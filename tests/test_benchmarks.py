@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks import BENCHMARKS
 from benchmarks.learner import ratios as learner
-from benchmarks.measurement import Goal, Sample, measure, quotient, render
+from benchmarks.measurement import LOWER, Goal, Repeats, Sample, measure, quotient, render
 from benchmarks.retrieval import sides as retrieval_sides
 from benchmarks.rollout import baselines, ceiling, fleet, paced, sides, workload
 from benchmarks.rollout import ratios as rollout
@@ -39,7 +40,7 @@ from retrieval.indexes.manifest import Manifest
 pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parent.parent
-KEYS = ["metric", "ratio", "goal", "met", "ours", "theirs", "unit", "repeats", "spread"]
+KEYS = ["metric", "ratio", "goal", "met", "better", "ours", "theirs", "unit", "repeats", "spread", "machine"]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +72,9 @@ def test_one_json_object_a_line_with_the_keys_of_the_contract() -> None:
     assert "\n" not in line
     assert list(json.loads(line)) == KEYS
     assert json.loads(line)["ratio"] == 0.33333
-    without_goal = json.loads(measure("m", [quotient(1.0, 3.0)], "s", None).to_json())
+    without_goal = json.loads(measure("m", [quotient(1.0, 3.0)], "s", LOWER).to_json())
     assert (without_goal["goal"], without_goal["met"]) == (None, None)
-    assert render([measure("m", [quotient(1.0, 3.0)], "s", None)], "title").row_count == 1
+    assert render([measure("m", [quotient(1.0, 3.0)], "s", LOWER)], "title").row_count == 1
 
 
 def test_an_index_build_is_compared_with_its_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +215,9 @@ def test_the_paced_loops_take_the_same_turns(policy_dir: Path, monkeypatch: pyte
     monkeypatch.setattr(paced, "STEP_S", 0.0002)
     monkeypatch.setattr(workload, "SEARCH_MEDIAN_S", 0.002)
     monkeypatch.setattr(sides, "MAX_CONTEXT_TOKENS", 100_000)
-    sample = {metric: samples[0] for metric, samples in rollout.run_paced(policy_dir, 8, 1).items()}
+    sample = {metric: samples[0] for metric, samples in rollout.run_paced(policy_dir, 8, Repeats(1)).items()}
     assert set(sample) == {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
-    assert all(len(samples) == 1 for samples in rollout.run_paced(policy_dir, 2, 1).values())
+    assert all(len(samples) == 1 for samples in rollout.run_paced(policy_dir, 2, Repeats(1)).values())
     assert 0 < sample["lockstep_waiting"].ratio < 1
     assert sample["vs_lockstep_paced"].ours == sample["vs_batched_paced"].ours > 0
 
@@ -312,10 +313,7 @@ def test_bench_needs_a_checkout_and_a_known_name(tmp_path: Path, monkeypatch: py
         f"error: no benchmarks/ in {tmp_path}; run ragr1 bench in the folder of a checkout of the project"
     )
     monkeypatch.chdir(ROOT)
-    assert (
-        invoke("no_such")
-        == "error: got bench no_such, expected one of gpu, learner, real, retrieval, rollout, scale, view"
-    )
+    assert invoke("no_such") == f"error: got bench no_such, expected one of {', '.join(BENCHMARKS)}"
 
 
 def test_bench_prints_json_or_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

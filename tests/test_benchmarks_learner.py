@@ -14,6 +14,7 @@ import torch
 from benchmarks.learner import head_memory, sides
 from benchmarks.learner import ratios as learner
 from benchmarks.learner.shapes import make_shape, write_policy
+from benchmarks.measurement import Repeats
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import UserError
@@ -111,7 +112,7 @@ def test_tokens_in_common_change_no_step(tmp_path: Path) -> None:
 
 def test_plans_waste_no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(learner, "NUM_PLANNED", 64)
-    found = learner.plans(tmp_path, set(learner.METRICS), 2, quick=True)
+    found = learner.plans(tmp_path, set(learner.METRICS), Repeats(2), quick=True)
     assert all(len(samples) == 2 for samples in found.values())
     assert all(sample.ratio <= 0.01 for metric in learner.NUM_RANKS for sample in found[metric])
     assert all(sample.ours < sample.theirs for sample in found["in_step_loss"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measurement import Repeats
 from benchmarks.view import writing
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.runs.telemetry.metrics import read_metrics
@@ -15,7 +16,7 @@ from ragr1_actors.runs.telemetry.metrics import read_metrics
 @pytest.mark.engine
 @pytest.mark.slow
 def test_every_second_block_writes_what_a_run_writes(tmp_path: Path) -> None:
-    (found,) = writing.cost(tmp_path, 1, quick=True)
+    (found,) = writing.cost(tmp_path, Repeats(1), quick=True)
     assert found.ours > 0
     assert found.ratio == pytest.approx(found.ours / found.theirs - 1)
     last = read_metrics(tmp_path / "run")[-2]  # the last row is that of the evaluation

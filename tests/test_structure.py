@@ -245,14 +245,14 @@ def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
-def test_only_the_benchmark_of_rollout_installs_vllm(name: str) -> None:
+def test_only_the_benchmark_of_rollout_runs_in_the_environment_of_vllm(name: str) -> None:
     if not shutil.which("make"):
         pytest.skip("make is not installed")
     command = ["make", "--dry-run", "bench", f"NAME={name}"]
     planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     environment = ".venv-vllm" if name == "rollout" else ".venv"
     assert f"\n{environment}/bin/ragr1 bench {name} " in f"\n{planned}"
-    assert (".venv-vllm" in planned) == (name == "rollout")
+    assert (".venv-vllm" in planned) == (name in ("rollout", "all"))
 
 
 ONE_OF_EACH = {

@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.learner import head_memory, sides
 from benchmarks.learner.shapes import make_shape, write_policy
-from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.measurement import HIGHER, LOWER, Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
@@ -48,18 +48,18 @@ from ragr1_actors.core.types import TrajectoryGroup
 # Read by DeepSpeed when it is imported; it would say on stdout what it found.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-GOALS: dict[str, Goal | None] = {
+GOALS: dict[str, Goal] = {
     "padding_waste": Goal(0.01, at_least=False),
     "padding_waste_2": Goal(0.01, at_least=False),
     "padding_waste_8": Goal(0.01, at_least=False),
-    "in_step_loss": None,
-    "attention_padding": None,
-    "prefix_sharing": None,
-    "record_decode": None,
-    "record_heap": None,
+    "in_step_loss": LOWER,
+    "attention_padding": LOWER,
+    "prefix_sharing": LOWER,
+    "record_decode": LOWER,
+    "record_heap": LOWER,
     "vs_padded": Goal(2.5, at_least=True),
-    "vs_padded_micro": None,
-    "vs_whole": None,
+    "vs_padded_micro": HIGHER,
+    "vs_whole": HIGHER,
     "peak_memory": Goal(3, at_least=True),
 }
 UNITS = {
@@ -91,7 +91,6 @@ SHAPE = make_shape(256, 1024, 2, 4, 4, vocab_size=4096, has_qkv_bias=True)
 HEAD_SHAPE = make_shape(64, 64, 1, 4, 4, vocab_size=150_000, has_qkv_bias=True)
 HEAD_SHAPE_QUICK = replace(HEAD_SHAPE, vocab_size=50_000)
 HEAD_TOKENS, HEAD_TOKENS_QUICK = 8192, 4096
-REPEATS, REPEATS_QUICK = 3, 1
 
 Samples = dict[str, list[Sample]]
 
@@ -107,21 +106,20 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric.
     """
-    wanted = choose(only, METRICS)
-    repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
+    wanted, times = choose(only, METRICS), Repeats(repeats or (1 if quick else None))
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         for part in (plans, records, updates, memory):
-            for metric, samples in part(Path(directory), wanted, repeats, quick).items():
+            for metric, samples in part(Path(directory), wanted, times, quick).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
 
 
-def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+def plans(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
     """What needs no model: a repeat is another draw of the trajectories."""
     found: Samples = {metric: [] for metric in (*NUM_RANKS, "in_step_loss", "attention_padding", "prefix_sharing")}
     if not wanted & found.keys():
         return {}
-    for seed in range(repeats):
+    for seed in repeats:
         lengths = sides.draw_lengths(NUM_PLANNED, SHORTEST, LONGEST, seed)
         trajectories = sides.members(sides.draw_groups(lengths, 1000, seed))
         rows = {}
@@ -138,7 +136,7 @@ def plans(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sampl
     return found
 
 
-def records(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+def records(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
     """Reading of a record batch, up to the flat tokens, with texts decoded on demand and with all texts decoded."""
     if not wanted & {"record_decode", "record_heap"}:
         return {}
@@ -146,13 +144,13 @@ def records(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
     batch = groups_to_record_batch(sides.with_passages(sides.draw_groups(lengths, 1000, 0)))
     log(f"record batch: {batch.nbytes} bytes, {batch.drop_columns(['turns', 'metrics']).nbytes} of them read")
     found: Samples = {"record_decode": [], "record_heap": []}
-    for _ in range(max(3, repeats)):
+    for _ in repeats:
         found["record_decode"].append(quotient(*(sides.read_batch(batch, texts)[0] for texts in (False, True))))
     found["record_heap"].append(quotient(*(sides.read_batch(batch, texts, heap=True)[1] for texts in (False, True))))
     return found
 
 
-def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+def updates(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
     """Updates of our learner and of the padded ones, in turns."""
     if not wanted & {*_UPDATES, "vs_whole"}:
         return {}
@@ -170,14 +168,14 @@ def updates(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Sam
     found: Samples = {metric: [] for metric in others}
     for learner in (ours, *others.values()):
         sides.clock(learner, groups[:1])
-    for _ in range(repeats if others else 0):
+    for _ in repeats if others else ():
         our_rate = _rate("packed", ours, groups)
         for metric, other in others.items():
             found[metric].append(quotient(our_rate, _rate(metric, other, groups)))
     if "vs_whole" in wanted:
         branches = sides.draw_branches(lengths[:: sides.GROUP_SIZE], SHAPE.vocab_size, seed=0)
         found["vs_whole"] = []
-        for _ in range(repeats):
+        for _ in repeats:
             our_rate = _rate("shared", ours, branches)
             with sides.every_trajectory_whole():
                 found["vs_whole"].append(quotient(our_rate, _rate("whole", ours, branches)))
@@ -194,7 +192,7 @@ def _rate(name: str, learner: Any, groups: list[TrajectoryGroup]) -> float:
     return useful / seconds
 
 
-def memory(directory: Path, wanted: set[str], repeats: int, quick: bool) -> Samples:
+def memory(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
     """The head, once: memory does not depend on the load of the machine."""
     if "peak_memory" not in wanted:
         return {}

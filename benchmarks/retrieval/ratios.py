@@ -33,14 +33,14 @@ import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.measurement import Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from benchmarks.retrieval import sides
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read by DeepSpeed, which transformers imports; it would say on stdout what it found.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-GOALS: dict[str, Goal | None] = {
+GOALS: dict[str, Goal] = {
     "vs_http_exact": Goal(10, at_least=True),
     "vs_http_exact_p50": Goal(0.1, at_least=False),
     "vs_http_compressed": Goal(16, at_least=True),
@@ -79,7 +79,6 @@ _HTTP = {"vs_http_exact", "vs_http_exact_p50", "vs_http_compressed", "vs_http_li
 _FLEET = {"kill_lost", "kill_p99", "second_replica_s"}
 _FILES = {"recall_at_3", "recall_at_10", "vector_bytes", "text_private_bytes"}
 _STUBS = {"transport_64", "router_p50", "scaling_retrievers"}
-REPEATS, REPEATS_QUICK = 3, 1
 
 Samples = dict[str, list[Sample]]
 
@@ -95,12 +94,11 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric.
     """
-    wanted = choose(only, METRICS)
-    repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
+    wanted, times = choose(only, METRICS), Repeats(repeats or (1 if quick else None))
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory, sides.local_ray():
         bench = Bench(Path(directory), wanted, quick)
         for part in (bench.files, bench.stubs, bench.http, bench.fleet, bench.build):
-            for metric, samples in part(repeats).items():
+            for metric, samples in part(times).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
 
@@ -113,7 +111,7 @@ class Bench:
         self._quick = quick
         self._world = sides.World(directory, quick)
 
-    def files(self, repeats: int) -> Samples:
+    def files(self, repeats: Repeats) -> Samples:
         """What lies on disk: compressed against exact, and the passages in memory."""
         if not self._wanted & _FILES:
             return {}
@@ -127,13 +125,13 @@ class Bench:
             found["text_private_bytes"] = [sides.text_private_bytes(self._world.index("flat"))]
         return found
 
-    def stubs(self, repeats: int) -> Samples:
+    def stubs(self, repeats: Repeats) -> Samples:
         """The transport to the actors: nothing is searched."""
         if not self._wanted & _STUBS:
             return {}
         found: Samples = {metric: [] for metric in sorted(_STUBS)}
         stub_index = self._world.stub_index()
-        for _ in range(repeats):
+        for _ in repeats:
             if "transport_64" in self._wanted:
                 found["transport_64"].append(asyncio.run(sides.transport(stub_index, 64, self._quick)))
             if "router_p50" in self._wanted:
@@ -142,13 +140,13 @@ class Bench:
                 found["scaling_retrievers"].append(asyncio.run(sides.scaling(stub_index, 8, self._quick)))
         return found
 
-    def http(self, repeats: int) -> Samples:
+    def http(self, repeats: Repeats) -> Samples:
         """The fleet and the server under the same callers."""
         if not self._wanted & _HTTP:
             return {}
         found: Samples = {metric: [] for metric in sorted(_HTTP)}
         flat = self._world.index("flat")
-        for repeat in range(repeats):
+        for repeat in repeats:
             single = sides.run_http(flat, 1, self._quick, repeat)
             ours = sides.run_fleet(flat, 1, self._quick, repeat)
             log(f"one query: HTTP {single}; ours {ours}")
@@ -165,13 +163,13 @@ class Bench:
                 found["vs_http_lists"].append(quotient(ours.queries_per_s, lists.queries_per_s))
         return found
 
-    def fleet(self, repeats: int) -> Samples:
+    def fleet(self, repeats: Repeats) -> Samples:
         """Replicas that die and replicas that come."""
         if not self._wanted & _FLEET:
             return {}
         found: Samples = {metric: [] for metric in sorted(_FLEET)}
         index_dir = self._world.index("pq")
-        for _ in range(repeats):
+        for _ in repeats:
             if self._wanted & {"kill_lost", "kill_p99"}:
                 lost, p99 = asyncio.run(sides.kill(index_dir, self._quick))
                 log(
@@ -184,8 +182,8 @@ class Bench:
                 found["second_replica_s"].append(asyncio.run(sides.second_replica(index_dir)))
         return found
 
-    def build(self, repeats: int) -> Samples:
+    def build(self, repeats: Repeats) -> Samples:
         """A whole `index build`, against the encoder that it waits for."""
         if "index_build" not in self._wanted:
             return {}
-        return {"index_build": [self._world.index_build(number) for number in range(repeats)]}
+        return {"index_build": [self._world.index_build(number) for number in repeats]}

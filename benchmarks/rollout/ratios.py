@@ -39,7 +39,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.measurement import HIGHER, LOWER, Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from benchmarks.rollout import baselines, sides, workload
 from benchmarks.rollout.ceiling import loop_ceiling
 from benchmarks.rollout.fleet import GROUP_SIZE
@@ -50,13 +50,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-GOALS: dict[str, Goal | None] = {
+GOALS: dict[str, Goal] = {
     "engine_parity": Goal(0.97, at_least=True),
     "vs_lockstep": Goal(0.4, at_least=False),
-    "vs_lockstep_batched": None,
+    "vs_lockstep_batched": LOWER,
     "vs_lockstep_paced": Goal(0.4, at_least=False),
-    "vs_batched_paced": None,
-    "lockstep_waiting": None,
+    "vs_batched_paced": LOWER,
+    "lockstep_waiting": HIGHER,
     "retrieval_hidden": Goal(0.98, at_least=True),
     "overrun_tokens": Goal(0.0, at_least=False),
     "sync_pause": Goal(3.0, at_least=False),
@@ -95,7 +95,6 @@ NUM_SYNCS = 5
 """Updates of a repeat; each has its own ratio."""
 GROUPS_PER_RUNNER, GROUPS_PER_RUNNER_QUICK = 64, 24
 NUM_CEILING_GROUPS, NUM_CEILING_GROUPS_QUICK = 192, 64
-REPEATS, REPEATS_QUICK = 3, 1
 
 Samples = dict[str, list[Sample]]
 
@@ -111,24 +110,23 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric, or vLLM is not there.
     """
-    wanted = choose(only, METRICS)
-    repeats = repeats or (REPEATS_QUICK if quick else REPEATS)
+    wanted, times = choose(only, METRICS), Repeats(repeats or (1 if quick else None))
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         policy_dir = Path(directory)
         workload.make_policy(policy_dir)
         if by_vllm := wanted - _FLEET - _PACED - _CEILING - _GATEWAY:
-            yield from _measured(_run_engine(policy_dir, by_vllm, repeats, quick))
+            yield from _measured(_run_engine(policy_dir, by_vllm, times, quick))
         if wanted & _PACED:
             num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
-            yield from _measured({k: v for k, v in run_paced(policy_dir, num, repeats).items() if k in wanted})
+            yield from _measured({k: v for k, v in run_paced(policy_dir, num, times).items() if k in wanted})
         if wanted & _CEILING:
             num = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
             loop_ceiling(policy_dir, GROUP_SIZE)  # does not count
-            yield from _measured({"loop_ceiling": [loop_ceiling(policy_dir, num) for _ in range(repeats)]})
+            yield from _measured({"loop_ceiling": [loop_ceiling(policy_dir, num) for _ in times]})
         if wanted & _GATEWAY:
-            yield from _measured({k: v for k, v in _run_gateway(policy_dir, repeats, quick).items() if k in wanted})
+            yield from _measured({k: v for k, v in _run_gateway(policy_dir, times, quick).items() if k in wanted})
         if wanted & _FLEET:
-            yield from _measured({k: v for k, v in _run_fleet(policy_dir, repeats, quick).items() if k in wanted})
+            yield from _measured({k: v for k, v in _run_fleet(policy_dir, times, quick).items() if k in wanted})
 
 
 def _measured(samples: Samples) -> Iterator[Measurement]:
@@ -136,42 +134,42 @@ def _measured(samples: Samples) -> Iterator[Measurement]:
         yield measure(metric, found, UNITS[metric], GOALS[metric])
 
 
-def _run_engine(policy_dir: Path, wanted: Collection[str], repeats: int, quick: bool) -> Samples:
+def _run_engine(policy_dir: Path, wanted: Collection[str], repeats: Repeats, quick: bool) -> Samples:
     """All that needs vLLM, on one engine and one event loop."""
     with asyncio.Runner() as runner, _engine(runner, policy_dir) as (engine, tokenizer):
         bench = EngineBench(engine, tokenizer, policy_dir, wanted)
         if _LOOP & set(wanted):
             num = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
             runner.run(bench.warm_up())
-            for _ in range(repeats):
+            for _ in repeats:
                 runner.run(bench.repeat_loop(num))
         if "overrun_tokens" in wanted:
             runner.run(bench.repeat_overrun(repeats))
         if "sync_pause" in wanted:
-            runner.run(bench.repeat_sync(NUM_SYNCS * repeats))
+            runner.run(bench.repeat_sync(repeats))
     return bench.samples
 
 
-def _run_gateway(policy_dir: Path, repeats: int, quick: bool) -> Samples:
+def _run_gateway(policy_dir: Path, repeats: Repeats, quick: bool) -> Samples:
     from benchmarks.rollout.gateway import gateway_ceiling, gateway_parity
 
     num_groups = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
     num_trajectories = NUM_TRAJECTORIES_QUICK if quick else NUM_TRAJECTORIES
     gateway_ceiling(policy_dir, GROUP_SIZE)  # does not count
     return {
-        "gateway_ceiling": [gateway_ceiling(policy_dir, num_groups) for _ in range(repeats)],
-        "gateway_parity": [gateway_parity(policy_dir, num_trajectories) for _ in range(repeats)],
+        "gateway_ceiling": [gateway_ceiling(policy_dir, num_groups) for _ in repeats],
+        "gateway_parity": [gateway_parity(policy_dir, num_trajectories) for _ in repeats],
     }
 
 
-def _run_fleet(policy_dir: Path, repeats: int, quick: bool) -> Samples:
+def _run_fleet(policy_dir: Path, repeats: Repeats, quick: bool) -> Samples:
     from benchmarks.rollout.fleet import NUM_RUNNERS, SLOTS, Fleets
 
     samples: Samples = {"scaling_runners": [], "driver_cpu": []}
     fleets = Fleets(policy_dir)
     try:
         fleets.measure(SLOTS + 1)  # warm
-        for _ in range(repeats):
+        for _ in repeats:
             before = _cpu_s()[1]
             scaling, cpu = fleets.measure(GROUPS_PER_RUNNER_QUICK if quick else GROUPS_PER_RUNNER)
             log(
@@ -221,25 +219,28 @@ class EngineBench:
             for metric in found.keys() & self.samples.keys():
                 self.samples[metric].append(found[metric])
 
-    async def repeat_overrun(self, repeats: int) -> None:
+    async def repeat_overrun(self, repeats: Repeats) -> None:
         """Turns that end at stop strings, by a policy that is fond of the tags."""
         from benchmarks.rollout.probes import fond_of_tags, overrun, read_weights
 
         await self._engine.update_weights(fond_of_tags(read_weights(self._policy_dir), self._tokenizer), 1)
-        for repeat in range(repeats):
+        for repeat in repeats:
             found = await overrun(self._engine, self._tokenizer, NUM_COMPLETIONS, repeat * NUM_COMPLETIONS)
             self.samples["overrun_tokens"].append(found)
 
-    async def repeat_sync(self, num_updates: int) -> None:
+    async def repeat_sync(self, repeats: Repeats) -> None:
         """Updates of an engine that has nothing to do, after one that does not count."""
         from benchmarks.rollout.probes import read_weights, sync_pause
 
         weights = read_weights(self._policy_dir)
-        found = [await sync_pause(self._engine, weights, 2 + update) for update in range(1 + num_updates)]
-        self.samples["sync_pause"] = found[1:]
+        await sync_pause(self._engine, weights, 2)
+        for repeat in repeats:
+            first = 3 + repeat * NUM_SYNCS
+            found = [await sync_pause(self._engine, weights, version) for version in range(first, first + NUM_SYNCS)]
+            self.samples["sync_pause"] += found
 
 
-def run_paced(policy_dir: Path, num_trajectories: int, repeats: int) -> Samples:
+def run_paced(policy_dir: Path, num_trajectories: int, repeats: Repeats) -> Samples:
     """The loops on a ``PacedEngine``, after a small run of each that does not count."""
     from benchmarks.rollout.paced import PacedEngine
     from ragr1_actors.rollout.engines.base import PolicyTokenizer
@@ -269,7 +270,7 @@ def run_paced(policy_dir: Path, num_trajectories: int, repeats: int) -> Samples:
         }
 
     asyncio.run(repeat(8))
-    for _ in range(repeats):
+    for _ in repeats:
         for metric, sample in asyncio.run(repeat(num_trajectories)).items():
             samples[metric].append(sample)
     return samples

@@ -42,7 +42,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.measurement import LOWER, Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from benchmarks.scale import elastic, latency, loads
 from benchmarks.scale.latency import Wait
 from ragr1_actors.lab.simulation.run import Simulation, Size, simulate
@@ -58,11 +58,11 @@ _BY_LOAD = {
     "ramp": ("throughput_ramp", "hours_ramp"),
     "spike": ("throughput_spike", "hours_spike"),
 }
-GOALS: dict[str, Goal | None] = {
+GOALS: dict[str, Goal] = {
     "autoscaled_throughput": _THROUGHPUT,
     "autoscaled_hours": _HOURS,
     **{f"throughput_{name}": _THROUGHPUT for name in ("step", "ramp", "spike")},
-    **{f"hours_{name}": None for name in ("step", "ramp", "spike")},
+    **{f"hours_{name}": LOWER for name in ("step", "ramp", "spike")},
     "reversals": Goal(1.0, at_least=False),
     "learner_wait": Goal(0.03, at_least=False),
     "lag_speedup": Goal(1.8, at_least=True),
@@ -99,7 +99,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     """
     wanted = choose(only, METRICS)
     yield from _simulated(wanted, quick)
-    yield from _on_this_machine(wanted, repeats, quick)
+    yield from _on_this_machine(wanted, Repeats(repeats or (1 if quick else None)), quick)
 
 
 def _simulated(wanted: set[str], quick: bool) -> Iterator[Measurement]:
@@ -116,8 +116,7 @@ def _simulated(wanted: set[str], quick: bool) -> Iterator[Measurement]:
         yield _measured("simulate_1000", simulate_1000(1 if quick else 2), "s")
 
 
-def _on_this_machine(wanted: set[str], repeats: int | None, quick: bool) -> Iterator[Measurement]:
-    repeats = repeats or (1 if quick else 3)
+def _on_this_machine(wanted: set[str], repeats: Repeats, quick: bool) -> Iterator[Measurement]:
     if "driver_cores" in wanted:
         yield measure("driver_cores", driver_cores(repeats, quick=quick), "cores", GOALS["driver_cores"])
     if "scale_out" in wanted:
@@ -194,7 +193,7 @@ class LagStudy:
         return quotient(num_stale, num_stale + num_trained)
 
 
-def driver_cores(repeats: int, *, quick: bool) -> list[Sample]:
+def driver_cores(repeats: Repeats, *, quick: bool) -> list[Sample]:
     """Return the cores of the driver, and the goal of one core, as ``ours`` and ``theirs``."""
     from benchmarks.rollout.workload import make_policy
     from benchmarks.scale.driver import RealTraffic, simulated_rate
@@ -206,24 +205,24 @@ def driver_cores(repeats: int, *, quick: bool) -> list[Sample]:
         real = RealTraffic(Path(directory), simulated)
         try:
             real.measure(2)  # warm
-            found = [real.measure(2 if quick else 8) for _ in range(repeats)]
+            found = [real.measure(2 if quick else 8) for _ in repeats]
         finally:
             real.close()
     return [quotient(simulated * traffic.cpu_s_per_group, 1.0) for traffic in found]
 
 
-def scale_out(repeats: int) -> list[Sample]:
+def scale_out(repeats: Repeats) -> list[Sample]:
     """Return the seconds until a new env runner works, against the limit."""
     from benchmarks.rollout.workload import make_policy
 
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         make_policy(Path(directory))
-        return [_waited(latency.scale_out(Path(directory)), SCALE_OUT_S) for _ in range(repeats)]
+        return [_waited(latency.scale_out(Path(directory)), SCALE_OUT_S) for _ in repeats]
 
 
-def submission(repeats: int) -> list[Sample]:
+def submission(repeats: Repeats) -> list[Sample]:
     """Return the seconds until a submitted job trains, against the limit."""
-    return [_waited(latency.submission(), SUBMISSION_S) for _ in range(repeats)]
+    return [_waited(latency.submission(), SUBMISSION_S) for _ in repeats]
 
 
 def _waited(wait: Wait, limit_s: float) -> Sample:

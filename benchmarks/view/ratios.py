@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from benchmarks.measurement import Goal, Measurement, Sample, choose, log, measure, quotient
+from benchmarks.measurement import Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from benchmarks.view import writing
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
@@ -60,18 +60,17 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     Raises:
         UserError: ``only`` is no metric.
     """
-    wanted = choose(only, METRICS)
-    repeats = repeats or (1 if quick else 5)
+    wanted, times = choose(only, METRICS), Repeats(repeats or (1 if quick else None))
     if "report" in wanted:
-        yield measure("report", _report(REPORTED_QUICK if quick else REPORTED, repeats), "s", GOALS["report"])
+        yield measure("report", _report(REPORTED_QUICK if quick else REPORTED, times), "s", GOALS["report"])
     if wanted & {"filter", "ready", "first_ready"}:
-        yield from _viewer(wanted, repeats, quick)
+        yield from _viewer(wanted, times, quick)
     if "writing" in wanted:
         with tempfile.TemporaryDirectory(prefix="ragr1-writing-") as folder:
-            yield measure("writing", writing.cost(Path(folder), repeats, quick=quick), "s", GOALS["writing"])
+            yield measure("writing", writing.cost(Path(folder), times, quick=quick), "s", GOALS["writing"])
 
 
-def _viewer(wanted: set[str], repeats: int, quick: bool) -> Iterator[Measurement]:
+def _viewer(wanted: set[str], repeats: Repeats, quick: bool) -> Iterator[Measurement]:
     with tempfile.TemporaryDirectory(prefix="ragr1-view-") as folder:
         words = make_run(Path(folder), NUM_ITERATIONS_QUICK if quick else NUM_ITERATIONS)
         with served(Path(folder)) as (url, started):  # the index is made now
@@ -83,12 +82,12 @@ def _viewer(wanted: set[str], repeats: int, quick: bool) -> Iterator[Measurement
             if "filter" in wanted:
                 yield measure("filter", _slowest(url, words, repeats), "s", GOALS["filter"])
         if "ready" in wanted:
-            yield measure("ready", [_start(Path(folder)) for _ in range(repeats)], "s", GOALS["ready"])
+            yield measure("ready", [_start(Path(folder)) for _ in repeats], "s", GOALS["ready"])
         if "first_ready" in wanted:
             yield measure("first_ready", [first], "s", GOALS["first_ready"])
 
 
-def _report(num_iterations: int, repeats: int) -> list[Sample]:
+def _report(num_iterations: int, repeats: Repeats) -> list[Sample]:
     """Time ``ragr1 report --html``, from the command to the file."""
     rng = random.Random(0)
     charts = (*LEARNING, *SEARCH, *THROUGHPUT, *AGREEMENT, *LOADS)
@@ -101,7 +100,7 @@ def _report(num_iterations: int, repeats: int) -> list[Sample]:
             for iteration in range(1, num_iterations + 1):
                 failed = [Incident(1.79e9 + iteration, f"env runner {iteration % 8} died; it is started again")]
                 logger.log("rl", iteration, {name: rng.random() for name in names}, (), failed)
-        return [quotient(_seconds_of_report(run_dir), REPORT_S) for _ in range(repeats)]
+        return [quotient(_seconds_of_report(run_dir), REPORT_S) for _ in repeats]
 
 
 def _seconds_of_report(run_dir: Path) -> float:
@@ -182,9 +181,9 @@ def _ready(url: str, started: float) -> float:
     return time.monotonic() - started
 
 
-def _slowest(url: str, words: list[str], repeats: int) -> list[Sample]:
+def _slowest(url: str, words: list[str], repeats: Repeats) -> list[Sample]:
     rng, found = random.Random(1), []
-    for _ in range(repeats):
+    for _ in repeats:
         # other words each time: the server remembers the rows of a scope
         one, two = rng.sample(words, 2)
         filters = [{"outcome": outcome, "first": str(rng.randrange(3))} for outcome in OUTCOMES]

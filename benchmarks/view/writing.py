@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.measurement import Sample, log
+from benchmarks.measurement import Repeats, Sample, log
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
@@ -38,7 +38,7 @@ BLOCK = 5
 """Updates. A block ends when its last file is whole, so that no thread works on in the next one."""
 
 
-def cost(folder: Path, repeats: int, *, quick: bool) -> list[Sample]:
+def cost(folder: Path, repeats: Repeats, *, quick: bool) -> list[Sample]:
     """Return the seconds of an iteration of the quickstart, and without writing; the ratio is the share that it adds.
 
     Raises:
@@ -53,7 +53,7 @@ def cost(folder: Path, repeats: int, *, quick: bool) -> list[Sample]:
     iteration_s = mean(row["time/iteration_s"] for row in rows[WARM_UP:])
     found = []
     with closing(Replay(run_dir, folder / "written", rows[-1])) as replay:
-        for _ in range(repeats):
+        for _ in repeats:
             writing_s = replay.writing_s(NUM_BLOCKS_QUICK if quick else NUM_BLOCKS)
             log(f"{writing_s * 1e3:.1f} ms of writing in {iteration_s:.2f} s of an iteration")
             found.append(Sample(writing_s / (iteration_s - writing_s), iteration_s, iteration_s - writing_s))

@@ -387,7 +387,7 @@ def _print_checks(checks: Sequence[Check]) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="gpu, learner, real, retrieval, rollout, scale or view")],
+    name: Annotated[str, typer.Argument(help="all, fast, or one such as scale; a wrong name lists them.")],
     as_json: JsonLinesOption = False,
     only: Annotated[str | None, typer.Option("--only", metavar="METRIC", help="Measure this metric only.")] = None,
     repeats: Annotated[

@@ -87,8 +87,7 @@ class TrainingRun:
         self._stages: list[StageReport] = []
         self._guard = Guard(config.training.guard)
         self._held: HeldBlock = nullcontext
-        # iteration, metrics and examples that are not logged yet
-        self._evaluated: tuple[int, dict[str, float], Examples] | None = None
+        self._evaluated: tuple[int, dict[str, float], Examples] | None = None  # of an iteration, not logged yet
         self._told_share = 0.05  # of agents that failed
         self._wall_before_s = 0.0
         self._started = self._saved = time.monotonic()
