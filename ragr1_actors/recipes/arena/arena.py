@@ -31,8 +31,11 @@ from ragr1_actors.core.types import MALFORMED, Message
 BONUS = 10.0
 NUM_PASSAGES = 4
 """Passages that the toy shows: two or three are evidence, the others are about other things of the same kind."""
-EXACT = 0.35
-"""Share of the demonstrations that cite the evidence; of the others, half miss a passage and half cite one too many."""
+CUED, EXACT, CUE = 0.6, 0.25, "Cite well . "
+"""Share of the training questions with the cue, whose demonstrations cite the evidence; share of the others that do.
+
+The rest cite every passage.
+"""
 _FORM = re.compile(r"\s*<relevance>[^<]*</relevance>\s*<analysis>[^<]*</analysis>\s*<answer>[^<]*</answer>\s*")
 
 
@@ -85,11 +88,8 @@ def relevance(trajectory: Trajectory) -> float:
 
 async def adaptive(trajectory: Trajectory, context: RewardContext) -> RewardResult:
     """Return the reward of the table above: 13 where all is right, at most 2.5 elsewhere."""
-    parts = {
-        "format": is_valid(trajectory),
-        "accuracy": exact_match(trajectory.answer, trajectory.task.golden_answers),
-        "relevance": relevance(trajectory),
-    }
+    accuracy = exact_match(trajectory.answer, trajectory.task.golden_answers)
+    parts = {"format": is_valid(trajectory), "accuracy": accuracy, "relevance": relevance(trajectory)}
     bonus = BONUS * all(value == 1 for value in parts.values())
     return RewardResult(sum(parts.values()) + bonus, parts={**parts, "bonus": bonus})
 
@@ -110,15 +110,20 @@ class ComparedWorld(WorldSource):
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the comparisons of the world, with their passages in ``meta``."""
-        return [self._with_passages(task) for task in super().tasks(split)]
+        return [self._with_passages(task, split) for task in super().tasks(split)]
 
-    def _with_passages(self, task: Task) -> Task:
+    def _with_passages(self, task: Task, split: Split) -> Task:
         rng, names = random.Random(task.task_id), task.plan[0]
+        cue = CUE if split == "train" and rng.random() < CUED else ""
         drawn = rng.sample(self._alike[self._world.entities[names[0]].kind], NUM_PASSAGES)
         given = [*names, *(name for name in drawn if name not in names)][:NUM_PASSAGES]
         rng.shuffle(given)
         passages = (self._world.entities[name].passage() for name in given)
-        return replace(task, meta={"passages": [{"id": one.id, "text": one.text} for one in passages]})
+        return replace(
+            task,
+            question=f"{cue}{task.question}",
+            meta={"passages": [{"id": one.id, "text": one.text} for one in passages]},
+        )
 
     @cached_property
     def _alike(self) -> dict[EntityKind, list[str]]:
@@ -127,12 +132,8 @@ class ComparedWorld(WorldSource):
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return a turn whose answer is right, and whose labels may be."""
         label_of = {one["id"]: label for label, one in enumerate(task.meta["passages"], 1)}
-        cited = [label_of[one] for one in task.supporting_ids]
-        others = [label for label in label_of.values() if label not in cited]
-        if (draw := rng.random()) > (1 + EXACT) / 2:
-            cited.remove(rng.choice(cited))
-        elif draw > EXACT:
-            cited.append(rng.choice(others))
+        is_exact = task.question.startswith(CUE) or rng.random() < EXACT
+        cited = sorted(label_of[one] for one in (task.supporting_ids if is_exact else label_of))
         return [written(cited, [(name, self._world.entities[name].year or 0) for name in task.plan[0]])]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
