@@ -23,7 +23,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, starmap
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Task
 from ragr1_actors.recipes.frugal_rag.frugal_rag import MAX_SEARCHES, RECALL_FIELD, recalls
-from ragr1_actors.recipes.rank_r1.rank_r1 import shown
+from ragr1_actors.recipes.rank_r1.rank_r1 import DEPTH, shown
 from retrieval.base import Passage
 from retrieval.build import build_index
 from retrieval.corpora.readers import read_passages
@@ -43,8 +43,8 @@ from retrieval.local import LocalRetriever
 
 EXPLORES = 0.9
 """Share of the demonstrations that search to the end (FrugalRAG, arXiv:2507.07634)."""
-NUM_WORDS, DEPTH = 30, 2000
-"""Words that are kept of a passage, and passages that BM25 finds: the right one shares few words with the question."""
+NUM_WORDS = 30
+"""Words that are kept of a passage."""
 TYPES = ("compositional", "inference")
 
 
@@ -66,8 +66,7 @@ def main(source: Path, explorer: Path | None = None, target: Path = FOLDER) -> N
         for_sft = [train[task.question] for task in load_demonstrations(single, "single")[0].tasks]
         _write(target / "rank_train.json", ranked.records(for_rl))
         _write(target / "rank_test.json", ranked.records(test))
-        made = starmap(demonstrated, enumerate(ranked.records(for_sft)))
-        _write(target / "rank_demonstrations.json", made)
+        _write(target / "rank_demonstrations.json", map(demonstrated, ranked.records(for_sft)))
 
 
 def explore(path: Path, rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -115,10 +114,9 @@ class Ranked:
                     yield {**known, "supporting_ids": [best], "candidates": found, "leads": one["evidences"][0]}
 
 
-def demonstrated(number: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the demonstration ``number`` of the file: a thought that leads to the best passage, and its label."""
-    named = Task(f"rank_demonstrations/{number}", record["question"], ())  # as load_demonstrations names it
-    label = 1 + shown(named, record["candidates"]).index(record["supporting_ids"][0])
+def demonstrated(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a demonstration: a thought that leads to the best passage, and its label."""
+    label = 1 + shown(Task("", record["question"], ()), record["candidates"]).index(record["supporting_ids"][0])
     thought = " , ".join(record["leads"])
     return {**record, **_output(f"<think> {thought}</think><answer>[{label}]</answer>")}
 

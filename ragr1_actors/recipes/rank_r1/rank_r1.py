@@ -26,8 +26,8 @@ from ragr1_actors.core.types import MALFORMED, Message
 from ragr1_actors.recipes.worlds.births import PER_CITY, Person, register
 from retrieval.base import SEARCH
 
-SET_SIZE, DEPTH, K = 20, 100, 10
-"""Candidates of a set: one relevant and 19 others, drawn from the first 100 that BM25 finds. K is that of nDCG@10."""
+SET_SIZE, DEPTH, K = 20, 2_000, 10
+"""Candidates of a set; passages that BM25 finds, among which are those that a task lists; K is that of nDCG@10."""
 DECADES = {195: "fifties", 196: "sixties", 197: "seventies", 198: "eighties", 199: "nineties"}
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
@@ -60,10 +60,11 @@ class RankEnv(TextEnv):
 
     async def reset(self, task: Task) -> list[Message]:
         """Return the prompt, with ``[1] text`` in place of ``{passages}``, or ``1 text`` in place of ``{numbered}``."""
-        (found,) = await self._context.retriever.search([task.question], DEPTH)
-        wanted = task.meta.get("candidates", [one.id for one in found[:SET_SIZE]])
-        kept = [one for one in found if one.id in wanted]
-        self._call = ToolCall(SEARCH, {"query": task.question, "k": DEPTH}, records=tuple(kept))
+        wanted = task.meta.get("candidates")
+        depth = DEPTH if wanted else SET_SIZE
+        (found,) = await self._context.retriever.search([task.question], depth)
+        kept = [one for one in found if not wanted or one.id in wanted]
+        self._call = ToolCall(SEARCH, {"query": task.question, "k": depth}, records=tuple(kept))
         text_of = {one.id: self._context.defuse(one.text) for one in kept}
         line, mark = ("[{}] {}", "{passages}") if "{passages}" in self._prompt else ("{} {}", "{numbered}")
         labelled = [line.format(label, text_of[one]) for label, one in enumerate(shown(task, list(text_of)), 1)]
