@@ -75,8 +75,7 @@ class TaskSource(ABC):
         """Return the turns of one attempt at a training task, for SFT.
 
         By default they search for the evidence that is known, and answer. ``task.supporting_ids`` are titles here,
-        where the index has the passages. The id of the attempt's task is ``task.task_id`` with a suffix, since a task
-        may be demonstrated twice.
+        where the index has the passages.
         """
         return evidence_demonstration(task, self.search.max_queries_per_turn, self.search.query_format)
 

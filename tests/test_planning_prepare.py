@@ -80,6 +80,21 @@ def test_recall_is_measured_by_the_retrievers(config: RunConfig, tmp_path: Path)
 
 
 @pytest.mark.engine
+def test_a_task_that_is_demonstrated_twice_keeps_its_id(config: RunConfig, tmp_path: Path) -> None:
+    workspace = prepare(config, tmp_path)
+    count = 2 * len(workspace.demonstrated_tasks)
+    drawn = draw_demonstrations(workspace, count, 0)
+    known = [task.task_id for task in workspace.demonstrated_tasks]
+    assert sorted(task.task_id for task, _ in drawn) == sorted(2 * known)
+    with RolloutFleets(config, workspace.policy_dir, workspace.index_dir) as fleets:
+        played = fleets.play_scripts(drawn)
+    assert [group.task for group in played] == [task for task, _ in drawn]
+    assert len({one.trajectory_id for group in played for one in group.trajectories}) == count
+    answers = [group.trajectories[0].turns[-1].completion_text for group in played]
+    assert answers == [turns[-1] for _, turns in drawn]
+
+
+@pytest.mark.engine
 def test_the_words_of_a_tiny_policy_are_counted_as_a_stream() -> None:
     class Text(str):
         pass

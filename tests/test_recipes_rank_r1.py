@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from ragr1_actors import RewardContext
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
-from ragr1_actors.recipes.mmoa_rag.mmoa_rag import places
 from ragr1_actors.recipes.rank_r1.rank_r1 import RankEnv, best_first, shown
 
 TASK = Task("t", "Who was born in Riga in the fifties?", ("1",), supporting_ids=("c",))
@@ -36,12 +33,6 @@ async def test_the_chosen_candidate_comes_first(one: str, ndcg: float) -> None:
 async def test_a_label_of_no_candidate_changes_nothing(label: str) -> None:
     assert RankEnv.measures["ndcg_gain"](attempt(label)) == 0
     assert await best_first(attempt(label), RewardContext("train")) == 0
-
-
-def test_a_demonstration_of_a_task_has_the_labels_of_the_task() -> None:
-    renamed = replace(TASK, task_id="t/demonstration7")  # as in ``draw_demonstrations``
-    assert shown(renamed, FOUND) == shown(TASK, FOUND)
-    assert places(renamed, 10) == places(TASK, 10)
 
 
 def test_the_order_of_the_labels_does_not_depend_on_the_retriever() -> None:

@@ -292,10 +292,8 @@ def draw_demonstrations(prepared: PreparedRun, count: int, seed: int) -> list[tu
     tasks = prepared.demonstrated_tasks
     count = min(count, len(tasks)) if prepared.is_taught else count
     while len(drawn) < count:
-        for task in rng.sample(tasks, min(len(tasks), count - len(drawn))):
-            # each attempt has a unique id, since the same task may be demonstrated twice
-            named = replace(task, task_id=f"{task.task_id}/demonstration{len(drawn)}")
-            drawn.append((named, tuple(prepared.demonstrate(task, rng))))
+        some = rng.sample(tasks, min(len(tasks), count - len(drawn)))
+        drawn += [(task, tuple(prepared.demonstrate(task, rng))) for task in some]
     return drawn
 
 

@@ -40,7 +40,7 @@ def _inside(tag: str, text: str) -> str:
 
 
 def places(task: Task, count: int) -> list[int]:
-    """Return the label of each document by its place in the retriever's order; the question shuffles, not the id."""
+    """Return the label of each document by its place in the retriever's order: shuffled, by the question."""
     return random.Random(task.question).sample(range(count), count)
 
 

@@ -40,7 +40,7 @@ _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*
 
 
 def shown(task: Task, ids: Sequence[str]) -> list[str]:
-    """Return candidates in the order of their labels, the first is ``[1]``; the question shuffles them, not the id."""
+    """Return candidates by label, from ``[1]`` on: shuffled, the same for the same question."""
     return sorted(ids, key=lambda one: random.Random(f"{task.question} {one}").random())
 
 

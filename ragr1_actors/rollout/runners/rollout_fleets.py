@@ -153,9 +153,11 @@ class RolloutFleets:
         return len(errors)
 
     def play_scripts(self, scripts: Sequence[tuple[Task, Sequence[str]]]) -> list[TrajectoryGroup]:
-        """Play scripted turns of tasks with unique ids, in this process, and return one group per task in order."""
-        demonstration = RewardContext("demonstration")
-        requests = [GroupRequest(task.task_id, task, 1, 0.0, context=demonstration) for task, _ in scripts]
+        """Play scripted turns of tasks, in this process, and return one group per script in order."""
+        by = RewardContext("demonstration")  # ids are unique, as a task may be demonstrated twice
+        requests = [
+            GroupRequest(f"{one.task_id}/demonstration{n}", one, context=by) for n, (one, _) in enumerate(scripts)
+        ]
         turns = {r.trajectory_id(0): script for r, (_, script) in zip(requests, scripts, strict=True)}
         tokenizer = load_tokenizer(on_this_node(self._policy), self._config.policy)
         chat = chat_format_of(self._config, tokenizer)
