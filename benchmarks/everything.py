@@ -1,6 +1,6 @@
-"""``ragr1 bench all``: every benchmark of ratios, each in a process of its own, and the seconds that each takes.
+"""``ragr1 bench all``: runs each benchmark in a separate process, and logs the seconds that it takes.
 
-That of the rollout needs vLLM: it runs in the environment ``.venv-vllm`` of the checkout if this one has no vLLM. The
+The benchmark ``rollout`` needs vLLM: it runs in ``.venv-vllm`` of the checkout if this environment has no vLLM. The
 benchmark ``gpu`` runs where there is a GPU. ``real`` trains for hours and is left out. A benchmark that fails is named
 at the end; the others go on.
 """

@@ -47,7 +47,7 @@ SHORT_S, NUM_SHORT, NUM_LONG = 60.0, 5, 3
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """The repeats of a metric: ``count`` of them, or as many as the time of the first allows. Iterate in the driver."""
+    """Repeats of a metric: ``count``, or five or three by the seconds of the first. Iterating yields 0, 1, ..."""
 
     count: int | None = None
 
@@ -93,7 +93,7 @@ class Machine:
     """Where a benchmark ran: ``Machine("5991252", "Intel Xeon", 2, "", {"torch": "2.13.0+cpu"})``."""
 
     commit: str
-    """Of the checkout; with ``+`` behind it if files of it have changed, empty without git."""
+    """Commit of the checkout, ``5991252+`` if tracked files differ from it; empty without git."""
     cpu: str
     num_cpus: int
     gpu: str

@@ -70,7 +70,7 @@ class Crowd:
     num_asked: int
     num_failed: int
     mean_s: float
-    """Of the answered queries."""
+    """Mean seconds of an answered query; NaN if none was answered."""
 
     def __str__(self) -> str:
         return f"{self.num_failed} of {self.num_asked} failed, {self.mean_s:.2f} s in the mean"
