@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -248,8 +249,10 @@ def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
 def test_only_the_benchmark_of_rollout_runs_in_the_environment_of_vllm(name: str) -> None:
     if not shutil.which("make"):
         pytest.skip("make is not installed")
-    command = ["make", "--dry-run", "bench", f"NAME={name}"]
-    planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # as if nothing was installed, and without the options of a `make` that runs these tests
+    command = ["make", "--dry-run", "--always-make", "bench", f"NAME={name}"]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "MFLAGS"}
+    planned = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True).stdout
     environment = ".venv-vllm" if name == "rollout" else ".venv"
     assert f"\n{environment}/bin/ragr1 bench {name} " in f"\n{planned}"
     assert (".venv-vllm" in planned) == (name in ("rollout", "all"))
