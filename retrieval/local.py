@@ -25,7 +25,7 @@ from retrieval.corpora.corpus import Corpus
 from retrieval.corpora.text import normalise
 from retrieval.corpora.titles import Titles
 from retrieval.indexes.manifest import ENCODER_FOLDER, TITLES_FILE, Manifest, parse_options
-from retrieval.indexes.ranking import Ranker, Ranking, to_hits
+from retrieval.indexes.ranking import Rank, Ranking, fused, to_hits
 
 if TYPE_CHECKING:
     from retrieval.encoders.reranker import Reranker
@@ -153,7 +153,7 @@ class LocalRetriever:
         self.corpus = self._open_corpus()
         self.dense: DenseRanker | None = None
         """Ranker of the vectors; None for an index without vectors."""
-        self._ranker = self._open_ranker()
+        self._rank = self._open_rank()
         self._reranker: Reranker | None = None
         if reranker:
             from retrieval.encoders.reranker import Reranker  # imports torch
@@ -231,24 +231,24 @@ class LocalRetriever:
         """
         if k < 1:
             raise ValueError(f"got k={k}, expected at least 1")
-        return self._ranker.rank(queries, k, vectors)
+        return self._rank(queries, k, vectors)
 
-    def _open_ranker(self) -> Ranker:
-        rankers: list[Ranker] = []
+    def _open_rank(self) -> Rank:
+        ranks: list[Rank] = []
         if self.manifest.is_dense:
             from retrieval.indexes.vector_index import DenseRanker  # imports faiss; a client of a fleet needs neither
 
             self.dense = DenseRanker(self._directory, self.manifest, **self._arguments)
-            rankers.append(self.dense)
+            ranks.append(self.dense.rank)
         if self.manifest.has_bm25:
-            from retrieval.indexes.bm25 import BM25Ranker, HybridRanker
+            from retrieval.indexes.bm25 import BM25Ranker
 
-            rankers.append(BM25Ranker(self._directory, self.manifest))
+            ranks.append(BM25Ranker(self._directory, self.manifest).rank)
             if self.dense is not None:
-                return HybridRanker(rankers, depth=self._options["fusion_depth"])
-        if not rankers:
+                return partial(fused, ranks, self._options["fusion_depth"])
+        if not ranks:
             raise DataError(f"{self._directory}: its manifest names no vectors and no words; build the index again")
-        return rankers[0]
+        return ranks[0]
 
 
 class ReplayRetriever:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from retrieval.indexes.bm25 import BM25Ranker, HybridRanker, build_bm25
+from retrieval.indexes.bm25 import BM25Ranker, build_bm25
 from retrieval.indexes.manifest import FileRecord, Manifest, Shard
-from retrieval.indexes.ranking import ABSENT
+from retrieval.indexes.ranking import ABSENT, Ranking, fused
 from retrieval.indexes.vector_index import DenseRanker, VectorIndex
 
 WORDS = ["riga", "oslo", "bonn", "lyon", "paris", "rome", "turin", "genoa"]
@@ -40,11 +42,17 @@ def query_vectors() -> NDArray[np.float32]:
     return vectors
 
 
+def hybrid(
+    rankers: Sequence[BM25Ranker | DenseRanker], queries: list[str], k: int, vectors: NDArray[np.float32]
+) -> Ranking:
+    return fused([ranker.rank for ranker in rankers], 100, queries, k, vectors)
+
+
 @pytest.mark.parametrize(("k", "depth"), [(1, 100), (5, 3), (5, 10), (60, 100), (200, 1)])
 def test_a_row_scores_the_sum_of_its_reciprocal_ranks(
     rankers: tuple[BM25Ranker, DenseRanker], query_vectors: NDArray[np.float32], k: int, depth: int
 ) -> None:
-    found = HybridRanker(rankers, depth).rank(QUERIES, k, query_vectors)
+    found = fused([ranker.rank for ranker in rankers], depth, QUERIES, k, query_vectors)
     for i, query in enumerate(QUERIES):
         sums: dict[int, float] = {}
         for ranker in rankers:
@@ -62,8 +70,7 @@ def test_a_query_without_a_vector_falls_to_the_words_and_one_without_words_to_th
     rankers: tuple[BM25Ranker, DenseRanker], query_vectors: NDArray[np.float32]
 ) -> None:
     words, dense = rankers
-    hybrid = HybridRanker(rankers)
-    found = hybrid.rank(["xyzzy", "bonn", "xyzzy"], 4, query_vectors[[1, 2, 3]])
+    found = hybrid(rankers, ["xyzzy", "bonn", "xyzzy"], 4, query_vectors[[1, 2, 3]])
     assert found.rows[0].tolist() == [ABSENT] * 4
     assert np.isneginf(found.scores[0]).all()
     assert found.rows[1].tolist() == words.rank(["bonn"], 4).rows[0].tolist()
@@ -73,12 +80,11 @@ def test_a_query_without_a_vector_falls_to_the_words_and_one_without_words_to_th
 def test_a_query_is_answered_alike_in_any_batch(
     rankers: tuple[BM25Ranker, DenseRanker], query_vectors: NDArray[np.float32]
 ) -> None:
-    hybrid = HybridRanker(rankers)
-    together = hybrid.rank(QUERIES, 5, query_vectors)
+    together = hybrid(rankers, QUERIES, 5, query_vectors)
     for i, query in enumerate(QUERIES):
-        alone = hybrid.rank([query], 5, query_vectors[i : i + 1])
+        alone = hybrid(rankers, [query], 5, query_vectors[i : i + 1])
         depth = alone.rows.shape[1]
         assert together.rows[i, :depth].tolist() == alone.rows[0].tolist()
         assert together.scores[i, :depth].tobytes() == alone.scores[0].tobytes()
         assert (together.rows[i, depth:] == ABSENT).all()
-    assert hybrid.rank([], 5, query_vectors[:0]).rows.shape[0] == 0
+    assert hybrid(rankers, [], 5, query_vectors[:0]).rows.shape[0] == 0

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,11 +36,11 @@ from ragr1_actors.core.errors import DataError
 from retrieval.base import Passage
 from retrieval.corpora.text import HashTable, hash_text, split_words, stem_word, stop_word_stem, word_settings
 from retrieval.indexes.manifest import BM25_FOLDER, Manifest
-from retrieval.indexes.ranking import ABSENT, Ranker, Ranking, fuse_rankings
+from retrieval.indexes.ranking import ABSENT, Ranking
 
 
 class BM25Ranker:
-    """``Ranker`` by BM25, Lucene's variant, from memory maps that all processes of a node share.
+    """Ranker by BM25, Lucene's variant, from memory maps that all processes of a node share.
 
     A repeated word of a query counts once. Stop words count only in a query without other words, such as "The Who". The
     answer to a query does not depend on its batch.
@@ -73,7 +73,7 @@ class BM25Ranker:
         self._count = manifest.count
 
     def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
-        """Return the best ``min(k, count)`` rows of each query that share a word with it; see ``Ranker.rank``.
+        """Return the best ``min(k, count)`` rows of each query that share a word with it; see ``Rank``.
 
         ``vectors`` are ignored.
         """
@@ -99,23 +99,6 @@ class BM25Ranker:
         is_known = self._words[np.minimum(positions, len(self._words) - 1)] == hashes
         # Sorted, so that the additions give the same last bit for any order of the query's words.
         return np.sort(positions[is_known])
-
-
-class HybridRanker:
-    """``Ranker`` that fuses the rankings of several rankers over the same rows by reciprocal rank.
-
-    If a ranker finds nothing for a query, the others decide.
-    """
-
-    def __init__(self, rankers: Sequence[Ranker], depth: int = 100) -> None:
-        """Take at least one ranker; the best ``depth`` rows of each, or ``k`` if that is more, are fused."""
-        self._rankers = tuple(rankers)
-        self._depth = depth
-
-    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
-        """Return up to ``k`` rows of each query, scored by ``fuse_rankings``; see ``Ranker.rank``."""
-        depth = max(k, self._depth)
-        return fuse_rankings([ranker.rank(queries, depth, vectors) for ranker in self._rankers], k)
 
 
 def _best_rows(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,18 +27,11 @@ class Ranking(NamedTuple):
     """Corpus rows, ``[num_queries, depth]``; ``ABSENT``, always at the end, if fewer were found."""
 
 
-class Ranker(Protocol):
-    """Object that orders the rows of a corpus for a query: by vectors, by words, or by several of these."""
+Rank = Callable[[list[str], int, NDArray[np.float32] | None], Ranking]
+"""Function that returns the best ``min(k, count)`` rows of each query, which may be empty; ``k`` is at least 1.
 
-    def rank(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None) -> Ranking:
-        """Return the best ``min(k, count)`` rows of each query.
-
-        Args:
-            queries: any texts, also empty ones.
-            k: number of rows, at least 1.
-            vectors: float32 ``[len(queries), dimension]``, the queries encoded elsewhere; without them a ranker that
-                needs vectors encodes. A zero vector is a query without a known word and finds nothing.
-        """
+The vectors, float32 ``[len(queries), dimension]``, are the queries encoded elsewhere; without them a ranker that needs
+vectors encodes. A zero vector is a query without a known word and finds nothing."""
 
 
 def best_of(scores: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> Ranking:
@@ -70,6 +63,17 @@ def without_rows(ranking: Ranking, rows: NDArray[np.int64], k: int) -> Ranking:
     if not rows.size:
         return Ranking(ranking.scores[:, :k], ranking.rows[:, :k])
     return best_of(ranking.scores, np.where(np.isin(ranking.rows, rows), ABSENT, ranking.rows), k)
+
+
+def fused(
+    ranks: Sequence[Rank], depth: int, queries: list[str], k: int, vectors: NDArray[np.float32] | None = None
+) -> Ranking:
+    """Return up to ``k`` rows of each query, fused from the best ``depth``, or ``k`` if that is more, of each rank.
+
+    If a rank finds nothing for a query, the others decide.
+    """
+    depth = max(k, depth)
+    return fuse_rankings([rank(queries, depth, vectors) for rank in ranks], k)
 
 
 def fuse_rankings(rankings: Sequence[Ranking], k: int) -> Ranking:

@@ -429,7 +429,7 @@ class _AdoptedRows:
 
 
 class DenseRanker:
-    """``Ranker`` by the inner product of the vectors of rows and query."""
+    """Ranker by the inner product of the vectors of rows and query."""
 
     def __init__(
         self,
@@ -514,7 +514,7 @@ class DenseRanker:
                 yield self._adopted.of(ids + start), vectors
 
     def rank(self, queries: list[str], k: int, vectors: Floats | None = None) -> Ranking:
-        """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Ranker.rank``.
+        """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Rank``.
 
         Raises:
             RetrievalError: the vectors have another shape, or hold NaN or infinity.
