@@ -33,7 +33,7 @@ from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 from ragr1_actors.runs.storage.layout import CHECKPOINTS, FOLDERS, SFT_POLICY
 from ragr1_actors.runs.storage.uploads import Uploads
-from ragr1_actors.runs.storage.whole_folders import LocalFolders, StoredFolders, WholeFolders
+from ragr1_actors.runs.storage.whole_folders import LocalFolders, StoredFolders
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunStore:
         """Storage at the URI; None for a run directory on a file system."""
         self.path: Path
         """Folder of this machine into which the files of the run are written."""
-        self.folders: WholeFolders
+        self.folders: LocalFolders | StoredFolders
         """Folders of the run that are whole or absent."""
         self._shared: dict[Path, AnyFolder] = {}
         if isinstance(run_dir, Path) or not is_uri(run_dir):

@@ -7,6 +7,7 @@ A folder becomes whole once every required file was delivered::
     StoredFolders   checkpoints/step_20-3fa9c1d2/...    checkpoints/step_20.json, a listing: objects have no rename
 
 Folders that are being written, or were left by a crash, are not read, and are removed before the next one is written.
+Both classes take the same calls, with names such as ``checkpoints/step_20``.
 """
 
 from __future__ import annotations
@@ -15,54 +16,11 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from cluster.storage import Storage, StorageWriter, StoredFolder
 from ragr1_actors.core.disk import files as on_disk
 from ragr1_actors.core.disk.digests import check_digests
-from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, SharedFolderWriter
-
-
-class WholeFolders(Protocol):
-    """Folders of a run by name, such as ``checkpoints/step_20``."""
-
-    def begin(self, name: str) -> FolderWriter:
-        """Return a writer with which processes of a run write a folder, which is not visible before ``commit``."""
-
-    def commit(self, name: str, files: Collection[str]) -> AnyFolder:
-        """Give the begun folder its name once ``files`` are in it; it replaces a folder of that name.
-
-        Raises:
-            UserError: a file was not delivered.
-        """
-
-    def discard(self, name: str) -> None:
-        """Remove a begun folder that cannot become whole."""
-
-    def find(self, name: str) -> AnyFolder | None:
-        """Return a whole folder, or None. Nothing is changed."""
-
-    def names(self, parent: str) -> list[str]:
-        """Return the names of the whole folders in a folder: ``["checkpoints/step_10", ...]``."""
-
-    def read(self, folder: AnyFolder, file: str) -> bytes | None:
-        """Return a file of a whole folder; None if it has no such file.
-
-        Raises:
-            DataError: it differs from the file that was written.
-        """
-
-    def remove(self, names: Collection[str]) -> None:
-        """Remove whole folders."""
-
-    def link(self, link: str, name: str | None) -> None:
-        """Make ``link``, such as ``checkpoints/best``, a second name of a folder beside it; None removes the link."""
-
-    def clean(self, parent: str) -> None:
-        """Remove begun folders of processes that ended before these were whole."""
-
-    def handle(self, folder: AnyFolder) -> str:
-        """Return what a person deletes to remove a folder: ``the folder runs/mine/checkpoints/step_20``."""
+from ragr1_actors.core.disk.folders import AnyFolder, SharedFolderWriter
 
 
 @dataclass(frozen=True)
@@ -72,43 +30,47 @@ class LocalFolders:
     root: Path
 
     def begin(self, name: str) -> SharedFolderWriter:
-        """Return an empty folder beside the final one."""
+        """Return a writer with which processes of a run fill an empty folder beside the final one."""
         self.discard(name)
         return SharedFolderWriter(on_disk.begin_folder(self.root / name).absolute())
 
     def commit(self, name: str, files: Collection[str]) -> Path:
-        """Rename the folder once it is on disk."""
+        """Rename the begun folder once ``files`` are in it and on disk; it replaces a folder of that name.
+
+        Raises:
+            UserError: a file was not delivered.
+        """
         on_disk.finish_folder(self.root / name, files)
         return self.root / name
 
     def discard(self, name: str) -> None:
-        """Remove the folder."""
+        """Remove a begun folder that cannot become whole."""
         self.clean(str(Path(name).parent))
 
     def find(self, name: str) -> Path | None:
-        """Return the folder of that name."""
+        """Return a whole folder, or None. Nothing is changed."""
         return on_disk.find_folder(self.root / name)
 
     def names(self, parent: str) -> list[str]:
-        """Return the names of the folders in a folder."""
+        """Return the names of the whole folders in a folder: ``["checkpoints/step_10", ...]``."""
         directory = self.root / parent
         found = directory.iterdir() if directory.is_dir() else ()
         whole = {one.name.removeprefix(on_disk.REPLACED) for one in found}
         return sorted(f"{parent}/{name}" for name in whole if not name.startswith("."))  # else it is not whole
 
     def read(self, folder: AnyFolder, file: str) -> bytes | None:
-        """Read a file and compare it with the list of its folder."""
+        """Return a file of a whole folder; None if it has none, ``DataError`` if it is not as it was written."""
         path = Path(str(folder))
         check_digests(path, file.__eq__)
         return (path / file).read_bytes() if (path / file).is_file() else None
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove folders."""
+        """Remove whole folders."""
         for path in [found for name in names if (found := self.find(name)) is not None]:
             on_disk.remove_folder(path)
 
     def link(self, link: str, name: str | None) -> None:
-        """Make a symbolic link."""
+        """Make ``link``, such as ``checkpoints/best``, a symbolic link to a folder beside it; None removes the link."""
         path = self.root / link
         if name is None:
             path.unlink(missing_ok=True)
@@ -121,7 +83,7 @@ class LocalFolders:
         on_disk.settle_folders(self.root / parent)
 
     def handle(self, folder: AnyFolder) -> str:
-        """Return a name of the folder for people."""
+        """Return what a person deletes to remove a folder: ``the folder runs/mine/checkpoints/step_20``."""
         return f"the folder {folder}"
 
 
@@ -139,7 +101,7 @@ class StoredFolders:
         return self._begun[name]
 
     def commit(self, name: str, files: Collection[str]) -> StoredFolder:
-        """Write the listing, and remove the objects of the replaced folder."""
+        """Write the listing, and remove the objects of the replaced folder; ``UserError`` if a file is missing."""
         return self.storage.finish(self._begun.pop(name), files, before=self.storage.find(name))
 
     def discard(self, name: str) -> None:
@@ -186,5 +148,5 @@ class StoredFolders:
         )
 
     def handle(self, folder: AnyFolder) -> str:
-        """Return a name of the listing for people."""
+        """Return the name of the listing, which a person deletes."""
         return f"{folder}.json"
