@@ -34,8 +34,8 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     steps_in_sft,
 )
-from ragr1_actors.runs.storage.lease import LEASE_FILE, Lease
 from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
+from ragr1_actors.runs.storage.uploads import LEASE_FILE, Lease
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.training_run import TrainingRun
 from retrieval.replicas.retriever_group import RetrieverGroup
@@ -299,7 +299,7 @@ def test_a_run_whose_curves_cannot_be_read_does_not_stay_in_use(tmp_path: Path) 
 
 def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as other:
-        other.setattr("ragr1_actors.runs.storage.lease.this_machine", lambda: "elsewhere 1")
+        other.setattr("ragr1_actors.runs.storage.uploads.this_machine", lambda: "elsewhere 1")
         there = RunStore(uri)
     here = RunStore(uri)
     monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.05)  # how often the other process renews it
@@ -316,7 +316,7 @@ def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
 ) -> None:
     monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.2)
     with monkeypatch.context() as other:
-        other.setattr("ragr1_actors.runs.storage.lease.this_machine", lambda: "elsewhere 1")
+        other.setattr("ragr1_actors.runs.storage.uploads.this_machine", lambda: "elsewhere 1")
         Lease(Storage(uri), 0.2).take()  # and it is killed
     with RunStore(uri):
         content = Storage(uri).read(LEASE_FILE)
