@@ -79,14 +79,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedSize:
-    """Size that the load wants, such as 3.4, before bounds and delays."""
-
-    num_replicas: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Window:
     """Recent measurements."""
 
@@ -104,7 +96,9 @@ class Window:
         return self.states[-1]
 
 
-DemandOf = Callable[[Window, int], WantedSize]
+Demand = tuple[float, str]
+"""Size that the load wants, such as 3.4, before bounds and delays, and the reason."""
+DemandOf = Callable[[Window, int], Demand]
 """Function that returns the demand from recent measurements and the present target size."""
 
 
@@ -126,23 +120,23 @@ class Autoscaler:
     def decide(self, state: FleetState) -> Decision:
         """Return the size from now on, often the previous one; ``time_s`` must be later than in the previous call."""
         window = self._observe(state)
-        demand = self._demand(window, self.num_replicas)
-        desired = self._desired(demand.num_replicas)
+        wanted, reason = self._demand(window, self.num_replicas)
+        desired = self._desired(wanted)
         if desired == self.num_replicas:
             self._wanted.clear()
-            return Decision(self.num_replicas, demand.reason)
+            return Decision(self.num_replicas, reason)
         is_up = desired > self.num_replicas
         if self._wanted and (self._wanted[0][1] > self.num_replicas) != is_up:
             self._wanted.clear()
         self._wanted.append((state.time_s, desired))
         waits_for = self._waits_for(is_up, state.time_s)
         if waits_for:
-            return Decision(self.num_replicas, f"{demand.reason}; {desired} after {waits_for}")
+            return Decision(self.num_replicas, f"{reason}; {desired} after {waits_for}")
         # up to what is wanted now; down only to the most that was wanted meanwhile
         chosen = desired if is_up else max(size for _, size in self._wanted)
         self.num_replicas, self._changed_s, self._was_up = chosen, state.time_s, is_up
         self._wanted.clear()
-        return Decision(chosen, demand.reason + self._bound(demand.num_replicas))
+        return Decision(chosen, reason + self._bound(wanted))
 
     def _observe(self, state: FleetState) -> Window:
         states, iterations, peaks = self._states, self._iterations, self._peaks
@@ -198,7 +192,7 @@ def autoscale_runners(
     starvation = settings.target_starvation or (STARVATION_WITH_LAG if with_lag else STARVATION_IN_TURNS)
     occupied_by = settings.target_ongoing_requests or float(max_concurrent_trajectories)
 
-    def demand(window: Window, size: int) -> WantedSize:
+    def demand(window: Window, size: int) -> Demand:
         return runner_demand(window, size, starvation, occupied_by, with_lag=with_lag)
 
     return Autoscaler(settings, demand, num_replicas)
@@ -209,9 +203,7 @@ def autoscale_retrievers(settings: RetrieverAutoscaling, num_replicas: int) -> A
     return Autoscaler(settings, lambda window, size: retriever_demand(window, size, settings), num_replicas)
 
 
-def runner_demand(
-    window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool
-) -> WantedSize:
+def runner_demand(window: Window, size: int, target_starvation: float, occupied_by: float, *, with_lag: bool) -> Demand:
     """Return the number of env runners with which the learner waits ``target_starvation`` of its time.
 
     Sampling takes ``work`` runner-seconds per second of learning. With a lag both run at the same time, and ``work``
@@ -224,7 +216,7 @@ def runner_demand(
     learned_s = last.learner.busy_s - first.learner.busy_s
     if learned_s <= 0:
         most = max(state.ongoing + state.queued for state in window.states) / occupied_by
-        return WantedSize(most, f"nothing learned yet; the requests occupy {most:.1f} runners")
+        return most, f"nothing learned yet; the requests occupy {most:.1f} runners"
     sampled_s, waited_s = last.busy_s - first.busy_s, last.learner.waited_s - first.learner.waited_s
     # the batch being sampled counts once it has taken longer than those before
     since_s = now.busy_s - last.busy_s
@@ -239,15 +231,15 @@ def runner_demand(
     why += "runners per learner"
     most = window.most_requests / occupied_by
     if most < wanted:
-        return WantedSize(most, f"{why}; the requests occupy only {most:.1f} runners")
+        return most, f"{why}; the requests occupy only {most:.1f} runners"
     if wanted > size and now.learner.num_finished_batches >= 1:
-        return WantedSize(size, f"{why}; a whole batch of finished groups waits")
+        return size, f"{why}; a whole batch of finished groups waits"
     if wanted < size and first.learner.num_stale < now.learner.num_stale:
-        return WantedSize(size, f"{why}; groups became too old, which fewer runners would make worse")
-    return WantedSize(wanted, why)
+        return size, f"{why}; groups became too old, which fewer runners would make worse"
+    return wanted, why
 
 
-def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> WantedSize:
+def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) -> Demand:
     """Return the number of replicas that answer arriving queries, and waiting queries within ``target_queue_time_s``.
 
     Each replica works ``target_utilization`` of its time, and has at most ``target_ongoing_requests``.
@@ -257,9 +249,7 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
     out = _mean(state.ongoing + state.queued for state in window.states)
     by_requests = out / (settings.target_ongoing_requests or QUERIES_PER_REPLICA)
     if num_answered <= 0 or passed_s <= 0:
-        return WantedSize(
-            max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out"
-        )
+        return max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out"
     more = now.ongoing + now.queued - first.ongoing - first.queued
     arriving, queued = max(0.0, num_answered + more) / passed_s, _mean(state.queued for state in window.states)
     each_s = (now.busy_s - first.busy_s) / num_answered
@@ -269,7 +259,7 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
         f"{arriving:.1f} queries/s arrive and keep {busy:.1f} replicas busy, {queued / max(arriving, 1e-9):.2f} s of "
         f"queue, {out:.1f} out"
     )
-    return WantedSize(max(by_work, by_requests), why)
+    return max(by_work, by_requests), why
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -15,7 +15,7 @@ from autoscaling_world import Load, Outcome, Trainer, serve_queries
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.autoscaler import Autoscaler, FleetState, LearnerState, WantedSize, autoscale_retrievers, autoscale_runners
+from cluster.autoscaler import Autoscaler, FleetState, LearnerState, autoscale_retrievers, autoscale_runners
 from ragr1_actors.core.config import RetrieverAutoscaling, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError
 
@@ -276,7 +276,7 @@ def test_whatever_is_measured_the_size_stays_within_its_bounds(steps: list[Fleet
 @pytest.mark.parametrize("wanted", [math.inf, 1e308, 12.0, math.nan, 0.0, -math.inf])
 def test_any_demand_gives_a_size_and_a_reason(wanted: float) -> None:
     for size in (1, 2, 3, 99):  # 1 and 99 are out of bounds, as after a person's order
-        scaler = Autoscaler(fast(min_replicas=2, max_replicas=3), lambda *_: WantedSize(wanted, "measured"), size)
+        scaler = Autoscaler(fast(min_replicas=2, max_replicas=3), lambda *_: (wanted, "measured"), size)
         decisions = [scaler.decide(FleetState(float(second), size)) for second in range(60)]
         assert decisions[-1].num_replicas in (2, 3)
         assert all(decision.reason.startswith("measured") for decision in decisions)
