@@ -45,7 +45,7 @@ from learners.deepspeed.deepspeed_engine import (
     shared_loading,
 )
 from learners.losses import TokenLoss, propagate_not_finite
-from learners.meter import Meter, RatioRecord
+from learners.meter import Meter
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
 from learners.models.row_check import mixing_layer
@@ -230,15 +230,14 @@ class Learner(ABC):
         """
         kept = self._connected(groups)
         batch = make_batch(kept, self.select_members, self.has_rollout_logprobs, self.trained_kinds)
-        record, self.learned = None, None
-        if batch is not None and self.has_rollout_logprobs and self.config.checkpointing.keep_trajectories:
-            record = RatioRecord(len(batch.columns.trajectory_ids), self.device)
-        meter = Meter(record)
+        keeps_ratios = self.has_rollout_logprobs and self.config.checkpointing.keep_trajectories
+        num_ratios = len(batch.columns.trajectory_ids) if batch is not None and keeps_ratios else 0
+        meter, self.learned = Meter(num_ratios, self.device), None
         if batch is not None:
             batch = self.fill_columns(batch, meter)
             self.train(batch, meter)
-            if record is not None:
-                ratios_M = record.gather()
+            if num_ratios:
+                ratios_M = meter.gather_ratios()
                 self.learned = learned_columns(batch, ratios_M) if self.rank == 0 else None
         self.num_updates += 1
         num_trajectories = sum(len(group.trajectories) for group in groups)

@@ -43,37 +43,14 @@ _COUNTS = {
 """Count that divides a sum, by metric, if it is not the number of all tokens."""
 
 
-class RatioRecord:
-    """Policy ratios of the MODEL tokens of a batch, in the last pass over each, on any rank."""
-
-    def __init__(self, num_tokens: int, device: torch.device) -> None:
-        """Begin a record for a batch of ``num_tokens``, without a pass."""
-        self._ratios_M = torch.zeros(num_tokens, device=device)
-        self._passes_M = torch.zeros(num_tokens, dtype=torch.int32, device=device)  # number of the newest step, from 1
-
-    def add(self, index_M: torch.Tensor, ratios_M: torch.Tensor, step: int) -> None:
-        """Set the ratios of the tokens ``index_M``, in optimizer step ``step`` of the update."""
-        self._ratios_M[index_M] = ratios_M.detach().float()
-        self._passes_M[index_M] = step + 1
-
-    def gather(self) -> torch.Tensor:
-        """Return ``[M]`` on the CPU, NaN for tokens without a pass. All ranks call together, and share no token."""
-        if dist.get_world_size() > 1:
-            newest_M = self._passes_M.clone()
-            dist.all_reduce(newest_M, op=dist.ReduceOp.MAX)
-            self._ratios_M[self._passes_M < newest_M] = 0.0
-            dist.all_reduce(self._ratios_M)
-            self._passes_M = newest_M
-        return torch.where(self._passes_M > 0, self._ratios_M, math.nan).cpu()
-
-
 class Meter:
     """Metrics of one update: sums, counts and maxima on this rank, and their reduction over all ranks."""
 
-    def __init__(self, record: RatioRecord | None = None) -> None:
-        """Start with all sums at zero; ``record`` gets the ratio of each token."""
+    def __init__(self, num_ratios: int = 0, device: torch.device | None = None) -> None:
+        """Start with all sums at zero; the ratios of a batch of ``num_ratios`` MODEL tokens are kept on ``device``."""
         self.num_steps = 0
-        self._record = record
+        self._ratios_M = torch.zeros(num_ratios, device=device)  # in the last pass over each token
+        self._passes_M = torch.zeros(num_ratios, dtype=torch.int32, device=device)  # number of its step, from 1
         self._sums: defaultdict[str, torch.Tensor | float] = defaultdict(float)
         self._histograms: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor | float] = {}
@@ -109,8 +86,9 @@ class Meter:
                 ratios_M = ratios(outputs.logprobs, old_logprobs_M)
                 self.add_values(micro_batch, ratio_mean=ratios_M)
                 self._count("ratio", ratios_M)
-                if self._record is not None:
-                    self._record.add(micro_batch.column_index, ratios_M, self.num_steps)
+                if len(self._ratios_M):
+                    self._ratios_M[micro_batch.column_index] = ratios_M.float()
+                    self._passes_M[micro_batch.column_index] = self.num_steps + 1
                 # NaN has no order, so a maximum over ranks differs between backends.
                 self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
 
@@ -187,6 +165,19 @@ class Meter:
         for name, counts in self._histograms.items():
             for (left, right), count in zip(pairwise(EDGES[name]), counts.tolist(), strict=True):
                 yield f"{HISTOGRAM_PREFIX}{name}/{left:g}/{right:g}", count
+
+    def gather_ratios(self) -> torch.Tensor:
+        """Return the kept ratios, ``[M]`` on the CPU, NaN for tokens without a pass. All ranks call together.
+
+        No two ranks have passed the same token in one step.
+        """
+        if dist.get_world_size() > 1:
+            newest_M = self._passes_M.clone()
+            dist.all_reduce(newest_M, op=dist.ReduceOp.MAX)
+            self._ratios_M[self._passes_M < newest_M] = 0.0
+            dist.all_reduce(self._ratios_M)
+            self._passes_M = newest_M
+        return torch.where(self._passes_M > 0, self._ratios_M, math.nan).cpu()
 
     def reduce(self, device: torch.device) -> dict[str, float]:
         """Return the metrics over all ranks; zeros if no step was taken. All ranks call together."""
