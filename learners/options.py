@@ -7,9 +7,9 @@ the docstring of a learner states where its code differs from the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from ragr1_actors.core.config import RunConfig, TrainingSettings
 from ragr1_actors.core.errors import ConfigError
@@ -90,6 +90,16 @@ class LearnerOptions(Section):
 
     def check(self, config: RunConfig) -> None:
         """Refuse, with a ``ConfigError``, options that contradict other keys of the run."""
+
+    @classmethod
+    def with_defaults(cls, **defaults: Any) -> type[Self]:
+        """Return the same options with other defaults, by name."""
+        known = {name: cls.model_fields[name] for name in defaults}
+        fields: dict[str, Any] = {
+            name: (Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation, defaults[name])
+            for name, info in known.items()
+        }
+        return create_model(cls.__name__, __base__=cls, **fields)
 
 
 class PolicyGradientOptions(LearnerOptions):
@@ -181,40 +191,12 @@ class GroupOptions(PolicyGradientOptions):
     null (default) turns it off."""
 
 
-class DrGRPOOptions(GroupOptions):
-    """Options of Dr.GRPO."""
-
-    aggregation: Aggregation = "constant"
-
-
-class DAPOOptions(GroupOptions):
-    """Options of DAPO: its paper shapes from 16,384 of 20,480 tokens; its code samples at most ten batches."""
-
-    drop_zero_variance: bool | None = True
-    max_sampled_batches: int = Field(10, ge=1)
-    overlong_share: float = Field(0.2, ge=0, lt=1)
-
-
-class RLOOOptions(GroupOptions):
-    """Options of RLOO."""
-
-    kl_in: Literal["loss", "reward"] = "reward"
-    kl_estimator: KLEstimator = "k1"
-    aggregation: Aggregation = "constant"
-
-
 class ReinforcePPOptions(GroupOptions):
     """Options of REINFORCE++ with baseline; in groups of one, the baseline is the mean of the batch."""
 
     min_group_size: ClassVar[int] = 1
     drop_zero_variance: bool | None = False
     kl_estimator: KLEstimator = "k2"
-
-
-class GSPOOptions(GroupOptions):
-    """Options of GSPO."""
-
-    aggregation: Aggregation = "trajectory_mean"
 
 
 class CISPOOptions(GroupOptions):
@@ -256,15 +238,22 @@ def read_options(options_class: type[OptionsT], training: TrainingSettings) -> O
 
 _ALGORITHMS: dict[str, tuple[str, type[LearnerOptions]]] = {
     "cispo": ("grpo:CISPOLearner", CISPOOptions),
-    "dapo": ("grpo:DAPOLearner", DAPOOptions),
+    # its paper shapes from 16,384 of 20,480 tokens; its code samples at most ten batches
+    "dapo": (
+        "grpo:DAPOLearner",
+        GroupOptions.with_defaults(drop_zero_variance=True, max_sampled_batches=10, overlong_share=0.2),
+    ),
     "dpo": ("dpo:DPOLearner", PreferenceOptions),
-    "dr_grpo": ("grpo:DrGRPOLearner", DrGRPOOptions),
+    "dr_grpo": ("grpo:DrGRPOLearner", GroupOptions.with_defaults(aggregation="constant")),
     "grpo": ("grpo:GRPOLearner", GroupOptions),
-    "gspo": ("grpo:GSPOLearner", GSPOOptions),
+    "gspo": ("grpo:GSPOLearner", GroupOptions.with_defaults(aggregation="trajectory_mean")),
     "ipo": ("dpo:IPOLearner", PreferenceOptions),
     "ppo": ("ppo:PPOLearner", PPOOptions),
     "reinforce_pp": ("grpo:ReinforcePPLearner", ReinforcePPOptions),
-    "rloo": ("grpo:RLOOLearner", RLOOOptions),
+    "rloo": (
+        "grpo:RLOOLearner",
+        GroupOptions.with_defaults(kl_in="reward", kl_estimator="k1", aggregation="constant"),
+    ),
     "sft": ("sft:SFTLearner", LearnerOptions),
 }
 

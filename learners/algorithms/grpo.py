@@ -29,17 +29,7 @@ from learners.advantages import (
 from learners.algorithms.policy_gradient import PolicyGradientLearner, turn_ids
 from learners.algorithms.turn_credit import turn_advantages
 from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
-from learners.options import (
-    CISPOOptions,
-    DAPOOptions,
-    DrGRPOOptions,
-    GroupOptions,
-    GSPOOptions,
-    LearnerOptions,
-    ReinforcePPOptions,
-    RLOOOptions,
-    has_variance,
-)
+from learners.options import OPTIONS, GroupOptions, LearnerOptions, has_variance
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory
 
@@ -123,7 +113,7 @@ class DAPOLearner(GRPOLearner):
     environment decides whether a group's rewards are all equal, before shaping.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = DAPOOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["dapo"]
     default_clip: ClassVar[tuple[float, float]] = (0.2, 0.28)
 
 
@@ -134,7 +124,7 @@ class GSPOLearner(GRPOLearner):
     rewritten has a ratio per row.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = GSPOOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["gspo"]
     default_clip: ClassVar[tuple[float, float]] = (3e-4, 4e-4)  # section 5.1
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +141,7 @@ class CISPOLearner(GRPOLearner):
     The paper has no lower bound (``clip_low=1``) and does not state its upper bound; ours is 1 + 4.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = CISPOOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["cispo"]
     default_clip: ClassVar[tuple[float, float]] = (1.0, 4.0)
 
     def policy_loss(self, logprobs_M: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +155,7 @@ class DrGRPOLearner(GRPOLearner):
     Deviation: the constant that divides the sums over tokens counts MODEL tokens, ``max_model_tokens``.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = DrGRPOOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["dr_grpo"]
     trajectory_advantages = staticmethod(centered_advantages)
 
 
@@ -177,7 +167,7 @@ class RLOOLearner(GRPOLearner):
     ``training.grad_clip`` in its usual range and changes nothing else under AdamW.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = RLOOOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["rloo"]
     trajectory_advantages = staticmethod(leave_one_out_advantages)
 
 
@@ -187,7 +177,7 @@ class ReinforcePPLearner(DrGRPOLearner):
     The reward minus the mean of the group is whitened over the MODEL tokens of the batch, as in the paper's code.
     """
 
-    options_class: ClassVar[type[LearnerOptions]] = ReinforcePPOptions
+    options_class: ClassVar[type[LearnerOptions]] = OPTIONS["reinforce_pp"]
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return the advantages, whitened over the MODEL tokens of the batch."""
