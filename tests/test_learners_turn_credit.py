@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from references_common import BASELINES, expected_advantages, make_batch, make_learner, rows
 
+from learners.advantages import discounted_returns, states_before
 from learners.algorithms.grpo import DrGRPOLearner, GRPOLearner
-from learners.algorithms.turn_credit import discounted_returns, states_before
 from learners.learner import Learner
 from ragr1_actors.core.types import Record, ToolCall, Trajectory
 

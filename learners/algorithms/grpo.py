@@ -24,10 +24,10 @@ from learners.advantages import (
     group_advantages,
     leave_one_out_advantages,
     overlong_penalty,
+    turn_advantages,
     whiten,
 )
 from learners.algorithms.policy_gradient import PolicyGradientLearner, turn_ids
-from learners.algorithms.turn_credit import turn_advantages
 from learners.losses import clipped_policy_loss, clipped_weight_loss, sequence_log_ratios, trajectory_weights
 from learners.options import OPTIONS, GroupOptions, LearnerOptions, has_variance
 from learners.train_batch import TokenColumns, TrainBatch
