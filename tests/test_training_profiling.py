@@ -14,9 +14,8 @@ from small_world import invoke, make_config, make_files
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEventAvg
 
-from learners.profiling import RankProfile, operators_s
+from learners.profiling import FOLDER, Cost, RankProfile, largest_costs, operators_s
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.training.profiling import FOLDER, Cost, largest_costs
 from ragr1_actors.training.training_run import TrainingRun
 
 ROW = {

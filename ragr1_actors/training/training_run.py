@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
+from learners.profiling import largest_costs, write_timelines
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import is_no_room
 from ragr1_actors.core.disk.json_files import validated
@@ -51,7 +52,6 @@ from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, Examples, HeldBlock
 from ragr1_actors.training.batch_metrics import Histograms, Samples
 from ragr1_actors.training.guard import Guard
-from ragr1_actors.training.profiling import largest_costs, write_timelines
 
 SFT_CHECKPOINT_STEPS = 100
 """Optimizer steps of SFT between two checkpoints; they take some minutes."""
