@@ -82,7 +82,7 @@ from ragr1_actors.runs.run_directory import (
 )
 from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store
-from ragr1_actors.runs.telemetry.examples import as_markdown
+from ragr1_actors.runs.telemetry.metrics import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.batch_metrics import (
     Histograms,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.disk.json_files import read_json_lines
 from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.core.types import Bucket
+from ragr1_actors.core.types import Bucket, ToolCall, Trajectory
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.telemetry.incidents import Incident
 from ragr1_actors.runs.telemetry.tensorboard import EventFile
@@ -39,6 +40,8 @@ DECISIONS = "scaling/decisions"
 TOKENS = "learner/tokens"
 """Key whose sum over the iterations of RL is the step of curves over tokens."""
 EXAMPLES = "examples"
+MAX_CHARS = 600
+"""Limit of the shown text of a record, in characters."""
 INCIDENTS = "incidents"
 """Key of the list of ``Incident``, in lines that have any."""
 
@@ -225,3 +228,28 @@ def _line(row: Mapping[str, Any]) -> str:
         for name, value in row.items()
     }
     return json.dumps(plain, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def as_markdown(trajectory: Trajectory) -> str:
+    """Return question, turns with their calls, and answer, for TensorBoard. Texts of others are in code blocks."""
+    task = trajectory.task
+    lines = [f"**question** {_block(task.question)}", f"**gold answers** {_block(' | '.join(task.golden_answers))}"]
+    for number, turn in enumerate(trajectory.turns, start=1):
+        lines.append(f"**turn {number}, {turn.num_model_tokens} tokens** {_block(turn.completion_text)}")
+        lines += [_called(call) for call in turn.calls]
+    end = f"**answer, reward {trajectory.reward:g}, {trajectory.stop_reason.value}**"
+    lines.append(f"{end} {_block(trajectory.answer)}")
+    return "\n\n".join(lines)
+
+
+def _called(call: ToolCall) -> str:
+    records = [f"{record.score:.3f}  {record.title}: {record.text[:MAX_CHARS]}" for record in call.records]
+    result = "\n".join(filter(None, (call.result[:MAX_CHARS], *records)))
+    return f"**{call.tool}** {_block(call.asked)}\n\n{_block(result)}"
+
+
+def _block(text: str) -> str:
+    """Return a code block; its fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"\n{fence}text\n{text}\n{fence}"
