@@ -17,7 +17,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,10 +42,6 @@ _MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[A
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
-class MalformedCallError(ValueError):
-    """A block of calls does not follow its family's grammar; the message says why, for the record."""
-
-
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
     """Parts of a turn: ``ParsedTurn("<think>two</think>", "", (CallRequest("search", {"queries": ["Ana"]}),))``."""
@@ -62,28 +57,18 @@ class ParsedTurn:
     """Whether the turn ends inside a thought."""
 
 
-class TurnParser(ABC):
-    """Reads one turn, also while it is being sampled."""
+class TurnParser:
+    """Reads one turn, also while it is being sampled; this one a turn that can have no calls."""
 
-    @abstractmethod
     def feed(self, partial: str) -> list[CallRequest]:
         """Take the turn's whole text so far; return the calls that were completed since the last one.
 
         The calls are a hint: the turn may still become malformed. No text is read twice.
         """
-
-    @abstractmethod
-    def end(self, turn: str) -> ParsedTurn:
-        """Take the whole turn and return its parts."""
-
-
-class TextParser(TurnParser):
-    """Reads a turn that can have no calls."""
-
-    def feed(self, partial: str) -> list[CallRequest]:  # noqa: D102 - see TurnParser
         return []
 
-    def end(self, turn: str) -> ParsedTurn:  # noqa: D102
+    def end(self, turn: str) -> ParsedTurn:
+        """Take the whole turn and return its parts."""
         return ParsedTurn(turn, turn.strip())
 
 
@@ -113,18 +98,18 @@ def read_call(value: object, *argument_keys: str) -> CallRequest:
     """Return the call of a JSON object whose arguments have one of some keys.
 
     Raises:
-        MalformedCallError: it is not such an object, or a value in it cannot be written as JSON or text.
+        ValueError: it is not such an object, or a value in it cannot be written as JSON or text.
     """
     expected = f'expected {{"name": .., "{argument_keys[0]}": {{..}}}}'
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].strip():
-        raise MalformedCallError(f"a call is no object with a name, {expected}")
+        raise ValueError(f"a call is no object with a name, {expected}")
     arguments: object = next((value[key] for key in argument_keys if key in value), {})
     if not isinstance(arguments, dict):
-        raise MalformedCallError(f"the arguments of {value['name']} are no object, {expected}")
+        raise ValueError(f"the arguments of {value['name']} are no object, {expected}")
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:  # a set, NaN, or half of a surrogate pair
-        raise MalformedCallError(f"an argument of {value['name']} is no JSON: {one_line(error)}") from error
+        raise ValueError(f"an argument of {value['name']} is no JSON: {one_line(error)}") from error
     return CallRequest(value["name"].strip(), arguments)
 
 
@@ -229,7 +214,7 @@ _KINDS = {"integer": int, "number": float, "boolean": bool, "null": type(None), 
 def _check_parameters(block: str) -> None:
     """Refuse text of ``qwen3_coder`` outside its parameters, which the parser of transformers passes over."""
     if "<parameter=" in block and (left := re.sub(_CODER_PARAMETER, "", block, flags=re.DOTALL).strip()):
-        raise MalformedCallError(f"{shortened(left)} is in no parameter of the call")
+        raise ValueError(f"{shortened(left)} is in no parameter of the call")
 
 
 # -- blocks in brackets ------------------------------------------------------------------------------------------------
@@ -366,7 +351,7 @@ def _matched(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
 
 def _read_llama(before: str, group: str) -> CallRequest:
     if before.strip() not in ("", ";", ","):
-        raise MalformedCallError(f"{shortened(before.strip())} between two calls, expected a semicolon")
+        raise ValueError(f"{shortened(before.strip())} between two calls, expected a semicolon")
     return read_call(json.loads(group), "parameters", "arguments")
 
 
@@ -375,11 +360,11 @@ def _read_python(before: str, group: str) -> CallRequest:
     try:
         call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
-            raise MalformedCallError(f"{shortened(source)} is no call with arguments by name")
+            raise ValueError(f"{shortened(source)} is no call with arguments by name")
         arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
         return read_call({"name": ast.unparse(call.func), "arguments": _as_json(arguments)}, "arguments")
     except (SyntaxError, MemoryError) as error:  # a hundred nested brackets raise MemoryError
-        raise MalformedCallError(f"{shortened(source)} is no Python: {one_line(error)}") from error
+        raise ValueError(f"{shortened(source)} is no Python: {one_line(error)}") from error
 
 
 def _as_json(value: Any) -> Any:
@@ -399,7 +384,7 @@ def _read_mistral(before: str, group: str) -> CallRequest:
     if before in ("[", ","):
         return read_call(json.loads(group), "arguments")
     if (name := _MISTRAL_NAME.fullmatch(before)) is None:
-        raise MalformedCallError(f"{shortened(repr(before))} before {{, expected the name of a tool")
+        raise ValueError(f"{shortened(repr(before))} before {{, expected the name of a tool")
     return read_call({"name": name[1], "arguments": json.loads(group)}, "arguments")
 
 

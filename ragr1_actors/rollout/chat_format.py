@@ -33,7 +33,6 @@ from envs.grammars.calls import (
     GRAMMARS,
     Grammar,
     GrammarName,
-    TextParser,
     ToolSchema,
     TurnParser,
     parse_turn,
@@ -107,30 +106,14 @@ class ChatFormat(Protocol):
         """Return the ids of a text of ``write``, with the end-of-turn token."""
 
 
-class PromptTokenizer(Protocol):
-    """Methods of a tokenizer that the format ``tags`` needs."""
+class Tokenizer(Protocol):
+    """Methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
 
     def encode(self, text: str) -> list[int]: ...  # noqa: D102
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]: ...  # noqa: D102
-
-
-class TemplateTokenizer(PromptTokenizer, Protocol):
-    """Methods of ``PolicyTokenizer`` that a chat template's format needs."""
-
-    eos_token_ids: frozenset[int]
-    end_of_turn_id: int | None
-
-    @property
-    def added_texts(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def end_texts(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def has_template(self) -> bool: ...  # noqa: D102
-    def render(  # noqa: D102
-        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, is_prompt: bool = True
-    ) -> str: ...
-    def encode_frame(self, text: str) -> tuple[list[int], list[int]]: ...  # noqa: D102
-    def encode_plain(self, text: str) -> list[int]: ...  # noqa: D102
+    def defuse(self, text: str) -> str: ...  # noqa: D102
+    def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
+    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 # -- the formats -------------------------------------------------------------------------------------------------------
@@ -139,7 +122,7 @@ class TemplateTokenizer(PromptTokenizer, Protocol):
 class TagsFormat:
     """``ChatFormat`` of ``tags``: text after a turn is plain, and the turn continues after it."""
 
-    def __init__(self, tokenizer: PromptTokenizer, template: Template | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: Template | None = None) -> None:
         """Take the template that frames messages after a turn that ended; None if there is none."""
         self._tokenizer, self._template = tokenizer, template
         self.end_ids = frozenset() if template is None else template.tokenizer.eos_token_ids
@@ -156,7 +139,7 @@ class TagsFormat:
         return Extension(pieces, is_new_message=False)
 
     def parser(self, tools: Sequence[ToolSchema]) -> TurnParser:  # noqa: D102
-        return TextParser()
+        return TurnParser()
 
     def write(self, turn: Message) -> str:  # noqa: D102
         return turn.content
@@ -173,7 +156,7 @@ def _plain(message: Message, encode: EncodeFn) -> list[Piece]:
 class TemplateFormat:
     """``ChatFormat`` of a chat template, with the calls of one family."""
 
-    def __init__(self, tokenizer: TemplateTokenizer, name: GrammarName | None = None) -> None:
+    def __init__(self, tokenizer: PolicyTokenizer, name: GrammarName | None = None) -> None:
         """Take the grammar ``name``, or with None the template's.
 
         Raises:
@@ -285,7 +268,7 @@ _AT_ENDPOINTS: dict[str, Any] = {
 }
 
 
-def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFormat:
+def chat_format_of(config: SamplerConfig, tokenizer: Tokenizer) -> ChatFormat:
     """Return the chat format of a recipe; ``auto`` means the format of its environment.
 
     Raises:
@@ -308,7 +291,7 @@ def chat_format_of(config: SamplerConfig, tokenizer: PromptTokenizer) -> ChatFor
     return TagsFormat(tokenizer)
 
 
-def make_chat_format(name: str, tokenizer: TemplateTokenizer) -> ChatFormat:
+def make_chat_format(name: str, tokenizer: PolicyTokenizer) -> ChatFormat:
     """Return the chat format of a name; ``auto`` reads the template.
 
     Raises:
@@ -350,7 +333,7 @@ def _in_grammar(turn: Message, grammar: Grammar) -> str:
 class Template:
     """Chat template, applied as text and as token ids."""
 
-    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+    def __init__(self, tokenizer: PolicyTokenizer) -> None:
         """Use the tokenizer's template."""
         self.tokenizer = tokenizer
         self._end_of_turn = re.compile("|".join(map(re.escape, sorted(tokenizer.end_texts, key=len, reverse=True))))

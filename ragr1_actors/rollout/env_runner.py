@@ -21,7 +21,7 @@ from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import GenerateFn, Sampling, StopReason, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.chat_format import TagsFormat, chat_format_of
+from ragr1_actors.rollout.chat_format import TagsFormat, Tokenizer, chat_format_of
 from ragr1_actors.rollout.engine_meter import EngineLoad, MeteredEngine
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
@@ -35,7 +35,7 @@ from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.gateway.attempt import AgentAttempts
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Recorder, Tokenizer
+from ragr1_actors.rollout.recorder import Fork, Recorder
 from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
 from ragr1_actors.rollout.trajectory_loop import Attempt, EnvAttempt, Watch, run_trajectory
 from retrieval.base import AskingRetriever, PacedRetriever, Retriever

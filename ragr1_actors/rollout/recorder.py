@@ -16,7 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,20 +37,12 @@ from ragr1_actors.core.types import (
     Trajectory,
     Turn,
 )
-from ragr1_actors.rollout.chat_format import ChatFormat, PromptTokenizer, TagsFormat
+from ragr1_actors.rollout.chat_format import ChatFormat, TagsFormat, Tokenizer
 
 T = TypeVar("T")
 
 Fork = tuple[Trajectory, int, str]
 """Parent, number of its turns that are kept, and text written into the next turn: ``(one, 2, "Wait,")``."""
-
-
-class Tokenizer(PromptTokenizer, Protocol):
-    """Methods of the policy's tokenizer that an attempt needs; ``PolicyTokenizer`` describes them."""
-
-    def defuse(self, text: str) -> str: ...  # noqa: D102
-    def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
-    def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
