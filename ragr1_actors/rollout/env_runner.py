@@ -6,11 +6,14 @@ It is plain asyncio, runs in any process and needs no Ray; ``rollout.env_runner_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from envs.base import ENVS, EnvContext, TextEnv
 from envs.rewards import Reward
@@ -20,9 +23,8 @@ from ragr1_actors.core.errors import EngineDeadError
 from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
-from ragr1_actors.core.types import GenerateFn, Sampling, StopReason, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import Completion, GenerateFn, OnText, Sampling, StopReason, Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.chat_format import TagsFormat, Tokenizer, chat_format_of
-from ragr1_actors.rollout.engine_meter import EngineLoad, MeteredEngine
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
     Engine,
@@ -39,6 +41,40 @@ from ragr1_actors.rollout.recorder import Fork, Recorder
 from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
 from ragr1_actors.rollout.trajectory_loop import Attempt, EnvAttempt, Watch, run_trajectory
 from retrieval.base import AskingRetriever, PacedRetriever, Retriever
+
+
+class EngineLoad:
+    """Load of an engine: the number of its requests, now and over time, and the time that they take."""
+
+    def __init__(self) -> None:
+        """Begin without requests."""
+        self._num_requests = 0
+        self._at_s = self._request_s = self._share_s = 0.0
+
+    async def generate(
+        self,
+        engine: Engine,
+        passed: NDArray[np.float64],
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        on_text: OnText | None = None,
+    ) -> Completion:
+        """Call ``Engine.generate``, and add to ``passed`` its seconds: alone, times the requests, and over them."""
+        started = self._change(1)
+        try:
+            return await engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
+        finally:
+            passed += self._change(-1) - started
+
+    def _change(self, num_requests: int) -> NDArray[np.float64]:
+        now_s = asyncio.get_running_loop().time()
+        self._request_s += self._num_requests * (now_s - self._at_s)
+        self._share_s += (now_s - self._at_s) / max(1, self._num_requests)
+        self._at_s = now_s
+        self._num_requests += num_requests
+        return np.array([now_s, self._request_s, self._share_s])
 
 
 class EnvRunner:
@@ -119,8 +155,9 @@ class EnvRunner:
         async with self._room:
             if self._paced is not None:
                 await self._paced.wait_for_room()
-            meter = MeteredEngine(self.engine, self._load)
-            record = partial(self._recorder, request, index, variant, meter.generate)
+            passed = np.zeros(3)
+            generate = partial(self._load.generate, self.engine, passed)
+            record = partial(self._recorder, request, index, variant, generate)
             try:
                 attempt = self._attempt(record, variant, watch)
             except Exception as error:  # a user's environment may raise anything; only its trajectory ends
@@ -136,7 +173,8 @@ class EnvRunner:
                 )
             finally:
                 self.engine.release(request.trajectory_id(index))
-            trajectory.metrics.update(meter.metrics())
+            names = ("time/generation_s", "time/generation_rows_s", "time/generation_share_s")
+            trajectory.metrics.update(zip(names, passed.tolist(), strict=True))
             trajectory.metrics["time/trajectory_s"] = asyncio.get_running_loop().time() - started_s
             return trajectory
 
