@@ -27,11 +27,10 @@ from envs.grammars.calls import GRAMMARS
 from envs.grammars.tags import Answer, Malformed, Search, parse_action
 from envs.options import ToolOptions
 from envs.rewards import Reward, RewardContext
-from envs.search import SearchEnv
+from envs.search import SearchEnv, search_call
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
 from envs.tools.base import ToolResult, make_tools
 from envs.tools.mcp import list_tools
-from envs.turn_searches import search_call
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, ToolError, shortened
 from ragr1_actors.core.process.users_code import contained

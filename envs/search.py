@@ -11,8 +11,9 @@ Retrieval starts while the turn is still being sampled, for each query as soon a
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from envs.base import EnvContext, StepResult, TextEnv, check_result
 from envs.grammars.tags import (
@@ -23,22 +24,22 @@ from envs.grammars.tags import (
     Malformed,
     QueryStream,
     Search,
-    clean_queries,
     open_thought,
     parse_action,
     read_answer,
 )
 from envs.observations import format_observation
 from envs.options import SearchOptions
-from envs.turn_searches import TurnSearches, search_call, search_metrics
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import named
 from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall
-from retrieval.base import Passage
+from retrieval.base import SEARCH, Hits, Passage, Retriever
 
 LAST_TURN_NOTICE = "\nNo searches are left. Answer now.\n"
 MALFORMED_NOTICE = "\nWrite either <search> queries</search> or <answer> answer</answer>.\n"
+# Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def search_prompt(prompt: str, options: SearchOptions, task: Task) -> list[Message]:
@@ -120,20 +121,15 @@ class SearchEnv(TextEnv):
         if self._turns_left == 0:
             return StepResult(truncated=True, metrics={"unanswered_search": 1.0})
         clean = clean_queries(queries, self.options.max_queries_per_turn)
-        metrics = {
-            "duplicate_queries": float(clean.num_duplicate),
-            "empty_queries": float(clean.num_empty),
-            "queries_over_limit": float(clean.num_over_limit),
-        }
         if not clean.queries:
-            return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={**metrics, "malformed": 1.0})
+            return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={**clean.counts, "malformed": 1.0})
         results = await searches.answer(clean.queries)
         observation = self._laid_out(clean.queries, [result.passages for result in results])
         calls = tuple(
             result.call(query, self.options.top_k, ended) for query, result in zip(clean.queries, results, strict=True)
         )
         return StepResult(
-            observation=observation, notice=self._notice(), calls=calls, metrics=metrics | search_metrics(calls)
+            observation=observation, notice=self._notice(), calls=calls, metrics=clean.counts | search_metrics(calls)
         )
 
     async def _search_question(self, question: str) -> str:
@@ -189,3 +185,134 @@ class SearchEnv(TextEnv):
 
     def _notice(self) -> str:
         return LAST_TURN_NOTICE if self._turns_left == 1 else ""
+
+
+# -- searches of a turn ------------------------------------------------------------------------------------------------
+
+
+class QueryCleaner:
+    """Keeps the distinct queries of one turn, up to a limit, and counts what is dropped."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep at most ``limit`` queries."""
+        self.queries: list[str] = []
+        self.counts = {"duplicate_queries": 0.0, "empty_queries": 0.0, "queries_over_limit": 0.0}
+        self._limit = limit
+        self._seen: set[str] = set()
+
+    def add(self, query: str) -> bool:
+        """Squeeze white space and control characters; keep the query if it is not empty, new, and within the limit."""
+        squeezed = " ".join(_UNPRINTABLE.sub(" ", query).split())
+        key = squeezed.casefold()
+        if not squeezed:
+            self.counts["empty_queries"] += 1
+        elif key in self._seen:
+            self.counts["duplicate_queries"] += 1
+        elif len(self.queries) == self._limit:
+            self._seen.add(key)
+            self.counts["queries_over_limit"] += 1
+        else:
+            self._seen.add(key)
+            self.queries.append(squeezed)
+            return True
+        return False
+
+
+def clean_queries(queries: Sequence[str], limit: int) -> QueryCleaner:
+    """Return the kept queries of a turn, with the counts of the dropped ones.
+
+    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ["Ana Bell", "Bo Cole"]``
+    """
+    cleaner = QueryCleaner(limit)
+    for query in queries:
+        cleaner.add(query)
+    return cleaner
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """Passages of one query, and the time when they arrived."""
+
+    passages: list[Passage]
+    latency_s: float
+    found_at: float
+    """Time of arrival in seconds by the clock of the event loop."""
+
+    def call(self, query: str, k: int, turn_ended: float) -> ToolCall:
+        """Return the record of the query for the trajectory; the turn ended at ``turn_ended`` by the same clock."""
+        waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
+        return search_call(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
+
+
+def search_call(query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float) -> ToolCall:
+    """Return the record of a query that found ``found``, at most ``k`` passages, best first."""
+    return ToolCall(
+        tool=SEARCH,
+        arguments={"query": query, "k": k},
+        records=tuple(found),
+        latency_s=latency_s,
+        waited_s=waited_s,
+        is_cached=found.is_cached if isinstance(found, Hits) else False,
+        version=found.index_version if isinstance(found, Hits) else "",
+    )
+
+
+def search_metrics(calls: Sequence[ToolCall]) -> dict[str, float]:
+    """Return the counts and times of the searches of one turn, which run at the same time."""
+    return {
+        "cached_queries": float(sum(call.is_cached for call in calls)),
+        "time/retrieval_s": sum(call.latency_s for call in calls),
+        "time/retrieval_waited_s": max(call.waited_s for call in calls),
+    }
+
+
+class TurnSearches:
+    """The searches of one turn, started early or when it ends."""
+
+    def __init__(self, retriever: Retriever, top_k: int, max_queries: int) -> None:
+        """Take the retriever; at most ``max_queries`` searches begin early."""
+        self._retriever, self._top_k = retriever, top_k
+        self._cleaner = QueryCleaner(max_queries)
+        self._tasks: dict[str, asyncio.Task[dict[str, SearchResult]]] = {}  # by query; queries asked together share one
+
+    def begin(self, query: str) -> None:
+        """Start the search of a query, as the turn wrote it, unless it is empty, has begun, or is over the limit."""
+        if self._cleaner.add(query):
+            self._begin(self._cleaner.queries[-1:])
+
+    async def answer(self, queries: Sequence[str]) -> list[SearchResult]:
+        """Return the result of each query; queries whose search has not begun are searched in one call."""
+        for query in self._tasks.keys() - set(queries):
+            self._tasks.pop(query).cancel()
+        late = [query for query in queries if query not in self._tasks]
+        if late:
+            self._begin(late)
+        found: dict[str, SearchResult] = {}
+        for results in await asyncio.gather(*dict.fromkeys(self._tasks.values())):
+            found |= results
+        return [found[query] for query in queries]
+
+    def cancel(self) -> None:
+        """Cancel the searches that are still running."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _begin(self, queries: list[str]) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._search(queries, loop.time()))
+        task.add_done_callback(_note_failure)
+        self._tasks |= dict.fromkeys(queries, task)
+
+    async def _search(self, queries: list[str], asked_at: float) -> dict[str, SearchResult]:
+        results = await self._retriever.search(queries, self._top_k)
+        found_at = asyncio.get_running_loop().time()
+        return {
+            query: SearchResult(passages, found_at - asked_at, found_at)
+            for query, passages in zip(queries, results, strict=True)
+        }
+
+
+def _note_failure(task: asyncio.Task[dict[str, SearchResult]]) -> None:
+    """Retrieve the exception of a search whose result is not needed, so that asyncio does not report it."""
+    if not task.cancelled():
+        task.exception()

@@ -15,12 +15,12 @@ from envs.grammars.tags import (
     Malformed,
     QueryStream,
     Search,
-    clean_queries,
     format_queries,
     open_thought,
     parse_action,
 )
 from envs.options import QueryFormat
+from envs.search import clean_queries
 
 FORMATS: tuple[QueryFormat, ...] = get_args(QueryFormat)
 
@@ -109,7 +109,7 @@ def test_what_is_no_json_list_of_strings_is_malformed(body: str, reason: str) ->
 def test_what_is_cleaned_away_is_counted() -> None:
     clean = clean_queries([" a  b", "A B", "", "c", "d", "e", "c", "E"], 3)
     assert clean.queries == ["a b", "c", "d"]
-    assert (clean.num_duplicate, clean.num_empty, clean.num_over_limit) == (3, 1, 1)
+    assert clean.counts == {"duplicate_queries": 3, "empty_queries": 1, "queries_over_limit": 1}
 
 
 def test_control_characters_and_halves_of_characters_are_white_space() -> None:
@@ -136,7 +136,7 @@ def check(completion: str, query_format: QueryFormat, limit: int) -> Action:
     action = parse_action(completion, query_format)
     if isinstance(action, Search):
         clean = clean_queries(action.queries, limit)
-        counts = clean.num_duplicate + clean.num_empty + clean.num_over_limit
+        counts = sum(clean.counts.values())
         assert len(clean.queries) <= limit
         assert len(clean.queries) + counts == len(action.queries)
         assert len({query.casefold() for query in clean.queries}) == len(clean.queries)

@@ -7,8 +7,9 @@ from typing import get_args
 
 import pytest
 
-from envs.grammars.tags import Answer, Search, clean_queries, parse_action
+from envs.grammars.tags import Answer, Search, parse_action
 from envs.options import QueryFormat
+from envs.search import clean_queries
 from envs.tasks.demonstrations import Demonstrator, Habit, evidence_demonstration
 from envs.tasks.world import World, make_world
 from ragr1_actors.core.types import Task

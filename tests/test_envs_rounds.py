@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from envs.grammars.tags import Answer, Search, clean_queries, parse_action
+from envs.grammars.tags import Answer, Search, parse_action
 from envs.options import QueryFormat
+from envs.search import clean_queries
 from envs.tasks.demonstrations import evidence_demonstration
 from envs.tasks.files import load_tasks
 from envs.tasks.rounds import search_rounds

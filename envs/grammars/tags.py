@@ -25,7 +25,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from envs.options import QueryFormat
 
@@ -61,8 +60,6 @@ _END_OF_THINK = re.compile("</think>")
 _LONGEST_TAG = len("</search>")  # the longest tag that is searched for
 _BLANKS = re.compile(r"\s*+")
 _IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
-# Control characters and halves of surrogate pairs: JSON can write both, and neither can be searched or encoded.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def parse_action(completion: str, query_format: QueryFormat = "lines") -> Action:
@@ -149,45 +146,6 @@ def format_queries(queries: Sequence[str], query_format: QueryFormat = "lines") 
     return FORMATS[query_format].join([ANY_TAG.sub(" ", query) for query in queries])
 
 
-class QueryCleaner:
-    """Keeps the distinct queries of one turn, up to a limit, and counts what is dropped."""
-
-    def __init__(self, limit: int) -> None:
-        """Keep at most ``limit`` queries."""
-        self.queries: list[str] = []
-        self.num_duplicate = self.num_empty = self.num_over_limit = 0
-        self._limit = limit
-        self._seen: set[str] = set()
-
-    def add(self, query: str) -> bool:
-        """Squeeze white space and control characters; keep the query if it is not empty, new, and within the limit."""
-        squeezed = " ".join(_UNPRINTABLE.sub(" ", query).split())
-        key = squeezed.casefold()
-        if not squeezed:
-            self.num_empty += 1
-        elif key in self._seen:
-            self.num_duplicate += 1
-        elif len(self.queries) == self._limit:
-            self._seen.add(key)
-            self.num_over_limit += 1
-        else:
-            self._seen.add(key)
-            self.queries.append(squeezed)
-            return True
-        return False
-
-
-def clean_queries(queries: Sequence[str], limit: int) -> QueryCleaner:
-    """Return the kept queries of a turn, with the counts of the dropped ones.
-
-    ``clean_queries(["Ana Bell", " Bo  Cole", "ana bell", ""], 3).queries == ["Ana Bell", "Bo Cole"]``
-    """
-    cleaner = QueryCleaner(limit)
-    for query in queries:
-        cleaner.add(query)
-    return cleaner
-
-
 class QueryStream:
     r"""Reads the queries of a turn that is still being sampled, each as soon as it is complete.
 
@@ -202,7 +160,7 @@ class QueryStream:
         self._format = FORMATS[query_format]
         self._state = "outside"  # one of outside, think, search, answer
         self._position = 0  # the text before it has been read
-        self._queries: QueryScanner | None = None  # scanner of the search that is being read
+        self._queries: _SeparatedScanner | _StringScanner | None = None  # scanner of the search that is being read
 
     def feed(self, partial: str) -> list[str]:
         """Take the turn's whole text so far and return the queries that ended since the last call, not cleaned."""
@@ -222,13 +180,6 @@ class QueryStream:
 # -- formats of the queries inside <search> ----------------------------------------------------------------------------
 
 
-class QueryScanner(Protocol):
-    """Finds the queries of a search that is still being written."""
-
-    def read_on(self, text: str) -> list[str]:
-        """Take the turn's whole text so far; return the queries that are complete, each once."""
-
-
 @dataclass(frozen=True, slots=True)
 class Separated:
     """Queries with a separator between them; without a separator the whole text is one query."""
@@ -245,8 +196,8 @@ class Separated:
         """Write the queries; a separator inside a query becomes a space."""
         return self.separator.join(query.replace(self.separator, " ") if self.separator else query for query in queries)
 
-    def scanner(self, start: int) -> QueryScanner:
-        """Return a scanner that reads the queries of a text from ``start`` on."""
+    def scanner(self, start: int) -> _SeparatedScanner:
+        """Return a scanner that reads the queries of a text from ``start`` on, each once it is complete."""
         return _SeparatedScanner("|".join(filter(None, (re.escape(self.separator), "</search>"))), start)
 
 
@@ -286,7 +237,7 @@ class JsonList:
         """Write the queries as a JSON list."""
         return json.dumps(queries, ensure_ascii=False)
 
-    def scanner(self, start: int) -> QueryScanner:
+    def scanner(self, start: int) -> _StringScanner:
         """Return a scanner that reads the strings of a text from ``start`` on."""
         return _StringScanner(start)
 

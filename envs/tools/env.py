@@ -12,9 +12,9 @@ from envs.grammars.calls import unclosed_thought
 from envs.grammars.tags import Malformed, read_answer
 from envs.measures import Measure
 from envs.options import ToolOptions
+from envs.search import search_metrics
 from envs.tools.base import Tool, ToolResult, wrong_call
 from envs.tools.mcp import all_tools
-from envs.turn_searches import search_metrics
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, ToolError
 from ragr1_actors.core.types import MALFORMED, CallRequest, Completion, Message, Task

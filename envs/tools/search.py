@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Sequence
 
 from envs.base import EnvContext
-from envs.grammars.tags import QueryCleaner
 from envs.observations import format_observation
 from envs.options import ToolOptions
+from envs.search import QueryCleaner, SearchResult, TurnSearches
 from envs.tools.base import Arguments, Tool, ToolResult
-from envs.turn_searches import SearchResult, TurnSearches
 from retrieval.base import SEARCH
 
 _NONE_LEFT = "At most {limit} queries are answered in one turn, each once; these were more, or empty."
@@ -58,10 +57,10 @@ class SearchTool(Tool):
         cleaner = QueryCleaner(self.options.max_queries_per_turn)
         asked: list[tuple[list[str], dict[str, float]]] = []
         for call in calls:
-            num_before, counts_before = len(cleaner.queries), _counts(cleaner)
+            num_before, counts_before = len(cleaner.queries), cleaner.counts.copy()
             for query in call["queries"]:
                 cleaner.add(query)
-            counts = {name: value - counts_before[name] for name, value in _counts(cleaner).items()}
+            counts = {name: value - counts_before[name] for name, value in cleaner.counts.items()}
             asked.append((cleaner.queries[num_before:], counts))
         try:
             found = await searches.answer(cleaner.queries)
@@ -91,11 +90,3 @@ class SearchTool(Tool):
     def close(self) -> None:
         """Cancel the searches of a turn that did not end."""
         self._searches.cancel()
-
-
-def _counts(cleaner: QueryCleaner) -> dict[str, float]:
-    return {
-        "duplicate_queries": float(cleaner.num_duplicate),
-        "empty_queries": float(cleaner.num_empty),
-        "queries_over_limit": float(cleaner.num_over_limit),
-    }
