@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
@@ -26,10 +25,8 @@ def _schema(name: str, description: str, **arguments: str) -> ToolSchema:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    page: Page
-    call: ToolCall
+_Opened = tuple[Page, ToolCall]
+"""Page, and the record of the call that opened it."""
 
 
 class PageTool(Tool):
@@ -43,7 +40,7 @@ class PageTool(Tool):
         pages = await self.context.retriever.open_pages(distinct) if distinct else []  # type: ignore[attr-defined]  # needs
         latency_s = loop.time() - started_s
         return {
-            title: _Opened(
+            title: (
                 page,
                 ToolCall(
                     OPEN_PAGE,
@@ -79,8 +76,8 @@ class OpenPageTool(PageTool):
         return [self._result(title, opened[title]) for title in titles]
 
     def _result(self, title: str, opened: _Opened) -> ToolResult:
-        text = self._read(opened.page) if opened.page else self._missing(title, opened.page.near)
-        return ToolResult(text, (opened.call,), is_error=not opened.page)
+        page, call = opened
+        return ToolResult(self._read(page) if page else self._missing(title, page.near), (call,), is_error=not page)
 
 
 class ReadSectionTool(PageTool):
@@ -98,18 +95,20 @@ class ReadSectionTool(PageTool):
         """Read the sections of all calls; for a missing section, name the sections of its page."""
         asked = [(call["title"].strip(), call["heading"].strip()) for call in calls]
         sections = await self._open([HEADING.join(one) for one in asked])
-        pages = await self._open([one[0] for one in asked if not sections[HEADING.join(one)].page])
+        pages = await self._open([one[0] for one in asked if not sections[HEADING.join(one)][0]])
         return [self._result(*one, sections[HEADING.join(one)], pages.get(one[0])) for one in asked]
 
     def _result(self, title: str, heading: str, section: _Opened, whole: _Opened | None) -> ToolResult:
-        if section.page or whole is None:
-            return ToolResult(self._read(section.page), (section.call,))
-        names = dict.fromkeys(passage.title.partition(HEADING)[2] for passage in whole.page)
+        found, call = section
+        if found or whole is None:
+            return ToolResult(self._read(found), (call,))
+        page, page_call = whole
+        names = dict.fromkeys(passage.title.partition(HEADING)[2] for passage in page)
         shown = "; ".join([name for name in names if name][:_MAX_NAMES])
         text = f"There is no section {shortened(heading, 200)} in {title}. Its sections are: {shown or 'none'}."
-        if not whole.page:
-            text = self._missing(title, whole.page.near)
-        return ToolResult(self.context.defuse(text), (section.call, whole.call), is_error=True)
+        if not page:
+            text = self._missing(title, page.near)
+        return ToolResult(self.context.defuse(text), (call, page_call), is_error=True)
 
 
 def page_text(page: Page, encode: EncodeFn, max_tokens: int, defuse: DefuseFn) -> str:
