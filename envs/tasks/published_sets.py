@@ -44,32 +44,20 @@ SETS: dict[str, PublishedSet] = {
 """Evaluation sets by the name that ``ragr1 evaluate --tasks`` takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedFigures:
-    """Exact match reported by a paper, with the settings of its measurement."""
-
-    method: str
-    settings: str
-    em: tuple[float, ...]  # [7], in the order of SETS
-
-
 _RAG_R1 = "Qwen2.5-7B-Instruct, KILT Wikipedia of 2019, bge-large, top 3, T=0.7, EM of RAG-R1"
 _SEARCH_R1 = "Wikipedia of 2018, e5-base, top 3, T=1, EM of Search-R1"
 
-PUBLISHED: tuple[PublishedFigures, ...] = (
-    PublishedFigures("direct answer", _RAG_R1, (0.132, 0.360, 0.148, 0.183, 0.236, 0.031, 0.080)),
-    PublishedFigures("standard RAG", _RAG_R1, (0.328, 0.476, 0.353, 0.284, 0.253, 0.048, 0.152)),
-    PublishedFigures("Search-R1", _RAG_R1, (0.387, 0.531, 0.422, 0.377, 0.351, 0.135, 0.376)),
-    PublishedFigures("RAG-R1, one query", _RAG_R1, (0.429, 0.599, 0.477, 0.474, 0.481, 0.181, 0.432)),
-    PublishedFigures("RAG-R1, several queries", _RAG_R1, (0.423, 0.608, 0.479, 0.495, 0.556, 0.192, 0.432)),
-    PublishedFigures("Search-R1, PPO", f"Qwen2.5-7B, {_SEARCH_R1}", (0.480, 0.638, 0.457, 0.433, 0.382, 0.196, 0.432)),
-    PublishedFigures(
-        "Search-R1, PPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.393, 0.610, 0.397, 0.370, 0.414, 0.146, 0.368)
-    ),
-    PublishedFigures(
-        "Search-R1, GRPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.429, 0.623, 0.427, 0.386, 0.346, 0.162, 0.400)
-    ),
+PUBLISHED: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+    ("direct answer", _RAG_R1, (0.132, 0.360, 0.148, 0.183, 0.236, 0.031, 0.080)),
+    ("standard RAG", _RAG_R1, (0.328, 0.476, 0.353, 0.284, 0.253, 0.048, 0.152)),
+    ("Search-R1", _RAG_R1, (0.387, 0.531, 0.422, 0.377, 0.351, 0.135, 0.376)),
+    ("RAG-R1, one query", _RAG_R1, (0.429, 0.599, 0.477, 0.474, 0.481, 0.181, 0.432)),
+    ("RAG-R1, several queries", _RAG_R1, (0.423, 0.608, 0.479, 0.495, 0.556, 0.192, 0.432)),
+    ("Search-R1, PPO", f"Qwen2.5-7B, {_SEARCH_R1}", (0.480, 0.638, 0.457, 0.433, 0.382, 0.196, 0.432)),
+    ("Search-R1, PPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.393, 0.610, 0.397, 0.370, 0.414, 0.146, 0.368)),
+    ("Search-R1, GRPO", f"Qwen2.5-7B-Instruct, {_SEARCH_R1}", (0.429, 0.623, 0.427, 0.386, 0.346, 0.162, 0.400)),
 )
+"""Method, settings and exact match, ``[7]`` in the order of ``SETS``, as papers report them."""
 
 
 def published_em(name: str) -> list[tuple[str, str, float]]:
@@ -77,7 +65,7 @@ def published_em(name: str) -> list[tuple[str, str, float]]:
     if name not in SETS:
         return []
     position = list(SETS).index(name)
-    return [(figures.method, figures.settings, figures.em[position]) for figures in PUBLISHED]
+    return [(method, settings, em[position]) for method, settings, em in PUBLISHED]
 
 
 def load_sets(named: NamedTasks, folder: Path | None = None) -> LoadedTasks:
