@@ -167,11 +167,11 @@ def test_a_prompt_without_its_question_is_refused() -> None:
 @pytest.mark.parametrize(("hidden_size", "num_heads"), [(12, 4), (8, 8), (30, 4), (8, 16), (9, 3)])
 def test_odd_heads_are_refused_and_the_size_named_instead_works(hidden_size: int, num_heads: int) -> None:
     with pytest.raises(ConfigError, match=r"policy\.options\.num_heads: got") as caught:
-        TinyPolicy.read({"hidden_size": hidden_size, "num_heads": num_heads})
+        TinyPolicy.read({"hidden_size": hidden_size, "num_heads": num_heads}, "policy.options")
     named = int(str(caught.value).partition("such as ")[2].partition(":")[0])
-    assert TinyPolicy.read({"hidden_size": named, "num_heads": num_heads}).shape.hidden_size == named
+    assert TinyPolicy.read({"hidden_size": named, "num_heads": num_heads}, "policy.options").shape.hidden_size == named
     with pytest.raises(ConfigError, match=r"policy\.options\.num_heads: got 3; hidden_size is 128"):
-        TinyPolicy.read({"num_heads": 3})
+        TinyPolicy.read({"num_heads": 3}, "policy.options")
 
 
 def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:

@@ -11,11 +11,10 @@ the saved one. So the words are added tokens, space included, which load as they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -38,8 +37,8 @@ CHAT_TEMPLATE = (
 )
 
 
-class TinyOptions(Section):
-    """Sizes of the ``tiny`` policy; the defaults suit two CPU cores."""
+class TinyPolicy(Section):
+    """Maker of ``policy.model: tiny``, with ``policy.options``: its sizes; the defaults suit two CPU cores."""
 
     vocab_size: int = Field(2048, ge=300)
     """Number of tokens in the vocabulary."""
@@ -60,38 +59,26 @@ class TinyOptions(Section):
             raise ValueError(f"{problem}: rotary positions turn pairs of numbers")
         return num_heads
 
-
-@dataclass(frozen=True)
-class TinyPolicy:
-    """Maker of ``policy.model: tiny``."""
-
-    options: TinyOptions
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any]) -> Self:
-        """Read ``policy.options``; raises ``ConfigError`` for a wrong one."""
-        return cls(TinyOptions.read(options, "policy.options"))
-
     @property
     def shape(self) -> ModelShape:
         """Sizes of the policy, for ``ragr1 plan``."""
-        sizes = self.options
         return ModelShape(
-            hidden_size=sizes.hidden_size,
-            intermediate_size=2 * sizes.hidden_size,
-            num_layers=sizes.num_layers,
-            num_heads=sizes.num_heads,
-            num_kv_heads=sizes.num_heads,
-            head_dim=sizes.hidden_size // sizes.num_heads,
-            vocab_size=sizes.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=2 * self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            vocab_size=self.vocab_size,
             is_tied=True,
             has_qkv_bias=True,
         )
 
     def write(self, directory: Path, texts: Iterable[str], *, seed: int, max_position_embeddings: int) -> None:
         """Write the folder of the policy, whose vocabulary has the commonest words of ``texts``."""
-        sizes = self.options.model_dump()
-        make_tiny_policy(directory, texts, seed=seed, **sizes, max_position_embeddings=max_position_embeddings)
+        make_tiny_policy(
+            directory, texts, seed=seed, **self.model_dump(), max_position_embeddings=max_position_embeddings
+        )
 
 
 POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy}
@@ -101,7 +88,7 @@ POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy}
 def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
     """Return the maker of the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
     maker = POLICIES.get(policy.model)
-    return None if maker is None else maker.read(policy.options)
+    return None if maker is None else maker.read(policy.options, "policy.options")
 
 
 def make_tiny_policy(
