@@ -23,9 +23,8 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import Completion, StopReason, Task, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
-from ragr1_actors.rollout.gateway import agent_kinds, attempt
-from ragr1_actors.rollout.gateway.agent_kinds import make_agent
-from ragr1_actors.rollout.gateway.agents import AgentSession
+from ragr1_actors.rollout.gateway import agents, attempt
+from ragr1_actors.rollout.gateway.agents import AgentSession, make_agent
 from ragr1_actors.rollout.gateway.session import MAX_REFUSED
 
 HERE = __name__
@@ -440,15 +439,15 @@ async def test_a_question_is_one_argument(tokenizer: PolicyTokenizer, tmp_path: 
 
 
 async def test_a_program_that_does_not_stop_to_print_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_kinds, "END_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(agents, "END_TIMEOUT_S", 20.0)
     begun = tmp_path / "begun"
     text = f"open({str(begun)!r}, 'w').close()\nwhile True: print('x' * 10_000)\n"
-    agent = agent_kinds.CommandAgent(program(tmp_path, text))
+    agent = agents.CommandAgent(program(tmp_path, text))
     solving = asyncio.create_task(agent.solve(TASK, AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0)))
     await until(begun.exists)
     solving.cancel()
     ended = await solving
-    assert "xxx" in ended.output and len(ended.output) <= 2 * agent_kinds.MAX_OUTPUT_BYTES
+    assert "xxx" in ended.output and len(ended.output) <= 2 * agents.MAX_OUTPUT_BYTES
 
 
 def test_a_key_is_not_shown() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,8 +51,9 @@ from ragr1_actors.rollout.gateway.messages import (
     visible,
 )
 from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, models
-from ragr1_actors.rollout.gateway.session import NewRecorder, Session
+from ragr1_actors.rollout.gateway.session import Session
 from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.recorder import Recorder
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class _Wanted(BaseModel):
 
 
 class ServedPolicy(EnvRunner):
-    """Loaded policy that answers requests for chat completions; ``Chat`` of the gateway."""
+    """Loaded policy that answers requests for chat completions."""
 
     death = ""
     """Reason why the engine answers no further request; empty while it does."""
@@ -125,7 +126,7 @@ class ServedPolicy(EnvRunner):
 
         return generate
 
-    async def _turn(self, request: ChatRequest, record: NewRecorder, on_text: OnText | None) -> Reply:
+    async def _turn(self, request: ChatRequest, record: Callable[..., Recorder], on_text: OnText | None) -> Reply:
         session = Session(record, self.engine.release, self._chat, max_turns=1)
         try:
             return await session.complete(request, on_text)
@@ -134,7 +135,7 @@ class ServedPolicy(EnvRunner):
                 await session.failed  # raises the reason
             raise
 
-    async def _solve(self, request: ChatRequest, task: Task, record: NewRecorder) -> Reply:
+    async def _solve(self, request: ChatRequest, task: Task, record: Callable[..., Recorder]) -> Reply:
         """Let the run's environment answer."""
         recorder = record()
         env = self._env_class(self._config.environment, replace(self._context, seed=recorder.seed))
@@ -224,7 +225,7 @@ class PolicyServer(HttpServer):
         await self.policy.engine.close()
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        return await answer_chat(request, await self.read_body(request), self.policy)
+        return await answer_chat(request, await self.read_body(request), self.policy.complete)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(models())

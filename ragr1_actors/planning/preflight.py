@@ -46,7 +46,7 @@ from ragr1_actors.planning.tiny_policy import POLICIES, policy_maker
 from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.rollout.engines.chat_client import open_models
-from ragr1_actors.rollout.gateway.agent_kinds import check_agent
+from ragr1_actors.rollout.gateway.agents import check_agent
 from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.local import named_index, retriever_class

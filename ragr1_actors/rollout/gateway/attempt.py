@@ -13,11 +13,10 @@ from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
-from ragr1_actors.rollout.gateway.agent_kinds import make_agent
-from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended
+from ragr1_actors.rollout.gateway.agents import Agent, AgentSession, Ended, make_agent
 from ragr1_actors.rollout.gateway.server import Gateway
-from ragr1_actors.rollout.gateway.session import FloodError, NewRecorder, Session
-from ragr1_actors.rollout.recorder import Fork
+from ragr1_actors.rollout.gateway.session import FloodError, Session
+from ragr1_actors.rollout.recorder import Fork, Recorder
 from retrieval.base import Retriever
 
 END_TIMEOUT_S = 60.0
@@ -116,7 +115,7 @@ class AgentAttempts:
         settings = config.environment.agent
         return cls(config, settings, chat, retriever) if settings is not None else None
 
-    def attempt(self, record: NewRecorder, release: Callable[[str], None]) -> AgentAttempt:
+    def attempt(self, record: Callable[..., Recorder], release: Callable[[str], None]) -> AgentAttempt:
         """Return a new attempt; ``record`` makes its recorders, whose ids the engine may ``release`` at its end."""
         session = Session(record, release, self._chat, self._max_turns)
         return AgentAttempt(self._agent, self._gateway, session, self._settings.deadline_s)

@@ -20,7 +20,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,27 +50,22 @@ MAX_REWARD = 1e6
 """Largest reward that an agent may post, as advantages are computed in float32."""
 _KEPT_KEYS = 2**16
 """Number of keys of ended sessions that get 410; older ones get 401."""
+Complete = Callable[[ChatRequest, OnText | None], Awaitable[Reply]]
+"""Function that returns the next turn of a conversation; raises ``ApiError``."""
 _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
-class Chat(Protocol):
-    """Handler of the requests for chat completions with one key."""
-
-    async def complete(self, request: ChatRequest, on_text: OnText | None = None) -> Reply:
-        """Return the next turn of a conversation; raises ``ApiError``."""
-
-
-async def answer_chat(request: web.Request, body: bytes, chat: Chat) -> web.StreamResponse:
+async def answer_chat(request: web.Request, body: bytes, complete: Complete) -> web.StreamResponse:
     """Answer a request for a chat completion, as a whole or in chunks."""
     asked = read_request(body)
     if not asked.stream:
-        return web.json_response(completion(await chat.complete(asked), asked.model or MODEL))
-    return await _stream(request, asked, chat)
+        return web.json_response(completion(await complete(asked, None), asked.model or MODEL))
+    return await _stream(request, asked, complete)
 
 
-async def _stream(request: web.Request, asked: ChatRequest, chat: Chat) -> web.StreamResponse:
+async def _stream(request: web.Request, asked: ChatRequest, complete: Complete) -> web.StreamResponse:
     chunks, texts = Chunks(asked), asyncio.Queue[str | None]()
-    sampling = asyncio.ensure_future(chat.complete(asked, texts.put_nowait))
+    sampling = asyncio.ensure_future(complete(asked, texts.put_nowait))
     sampling.add_done_callback(lambda done: texts.put_nowait(None))
     response = web.StreamResponse(headers=_EVENT_STREAM)
     try:
@@ -184,7 +179,7 @@ class Gateway(HttpServer):
         raise ApiError(401, "expected the session's key, OPENAI_API_KEY, in 'Authorization: Bearer KEY'")
 
     async def _chat(self, request: web.Request, session: Session) -> web.StreamResponse:
-        return await answer_chat(request, await self.read_body(request), session)
+        return await answer_chat(request, await self.read_body(request), session.complete)
 
     async def _models(self, request: web.Request, session: Session) -> web.Response:
         return web.json_response(models())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -54,13 +54,6 @@ MAX_REFUSED = 64
 """Limit of requests in a row that are refused or left by the agent, after which the session ends."""
 MAX_QUERIES = 1000
 """Limit of the queries with which an agent may search in one attempt."""
-
-
-class NewRecorder(Protocol):
-    """Makes the recorders of one attempt."""
-
-    def __call__(self, *, part: str = "") -> Recorder:
-        """Return a new recorder, whose id is the attempt's, followed by ``part``."""
 
 
 class FloodError(Exception):
@@ -121,7 +114,8 @@ class _Conversation:
 class Session:
     """State of an agent's requests so far."""
 
-    new_recorder: NewRecorder
+    new_recorder: Callable[..., Recorder]
+    """Function that returns a new recorder, whose id is the attempt's, followed by its argument ``part``."""
     release: Callable[[str], None]
     """Callback with the id of a recorder at the end, and after a cancelled request."""
     chat: ChatFormat
