@@ -16,9 +16,9 @@ from small_world import PLACES, THINGS, invoke, make_config, make_files
 from envs.base import search_options
 from envs.measures import Measure
 from envs.search import SearchEnv
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import EndpointSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineDeadError
-from ragr1_actors.evaluation.evaluated_policy import BASELINES, Endpoint, EvalRequest, open_policy
+from ragr1_actors.evaluation.evaluated_policy import BASELINES, EvalRequest, open_policy
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import prepare_policy, split_tasks
 from ragr1_actors.runs.scores import EvalArguments, TaskScore, append_score, open_scores, read_scores
@@ -186,7 +186,7 @@ def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
 
 
 def test_an_endpoint_has_its_own_engine_options(files: Path) -> None:
-    endpoint = Endpoint("http://host/v1", "big", "", {"stop": None})
+    endpoint = EndpointSettings(url="http://host/v1", model="big", key_env="", body={"stop": None})
     engine = "env_runners: {engine: vllm, engine_options: {tensor_parallel_size: 2}}"
     (files / "vllm.yaml").write_text(engine)
     recipe = str(files / "vllm.yaml")
@@ -207,7 +207,8 @@ def test_a_temperature_counts_only_if_it_is_asked_for(files: Path) -> None:
 
 
 def test_an_override_counts_beside_an_endpoint(files: Path) -> None:
-    endpoint, own = Endpoint("http://host/v1", "big", ""), ("env_runners.max_concurrent_trajectories=3",)
+    endpoint = EndpointSettings(url="http://host/v1", model="big", key_env="")
+    own = ("env_runners.max_concurrent_trajectories=3",)
     request = EvalRequest(overrides=own, endpoint=endpoint)
     assert open_policy(request).config.env_runners.max_concurrent_trajectories == 3
     with pytest.raises(

@@ -38,7 +38,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError
 from ragr1_actors.core.process.interrupts import InterruptGuard, TerminationError, exit_status
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
+from ragr1_actors.evaluation.evaluate import evaluate_policy
 from ragr1_actors.evaluation.evaluated_policy import EvalRequest
 from ragr1_actors.pages.report import facts
 from ragr1_actors.rollout.gateway.agents import AgentSession
@@ -235,9 +235,7 @@ def test_an_evaluation_shows_what_it_loads_before_its_tasks(idle_run: tuple[Path
         yield
         shown.append("loaded")
 
-    evaluate_policy(
-        EvalRequest(str(idle_run[0])), EvalTasks(), on_task=lambda done, total: shown.append((done, total)), show=show
-    )
+    evaluate_policy(EvalRequest(str(idle_run[0])), on_task=lambda done, total: shown.append((done, total)), show=show)
     assert shown == ["loading the policy and the index", "loaded", (0, 1), (1, 1)]
 
 
@@ -437,7 +435,7 @@ def test_agents_that_fail_are_said(files: Path, tmp_path: Path, caplog: pytest.L
         printed.count("100 % of the agents failed in iteration 1; ragr1 view") == 1 and "in iteration 2;" not in printed
     )
     caplog.clear()
-    evaluate_policy(EvalRequest(str(tmp_path / "run")), EvalTasks(num_tasks=2))
+    evaluate_policy(EvalRequest(str(tmp_path / "run"), num_tasks=2))
     (said,) = [one.getMessage() for one in caplog.records if "agents failed" in one.getMessage()]
     assert re.fullmatch(
         r"2 of 2 agents failed; the last: .*test_training_stages.py, line \d+: KeyError: 'document'", said

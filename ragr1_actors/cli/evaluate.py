@@ -15,7 +15,8 @@ from ragr1_actors.cli import IndexOption, JsonOption, errors, print_json, print_
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
-    from ragr1_actors.evaluation.evaluated_policy import Endpoint, EvalRequest
+    from ragr1_actors.core.config import EndpointSettings
+    from ragr1_actors.evaluation.evaluated_policy import EvalRequest
     from ragr1_actors.runs.scores import TaskScore
 
 NO_EXAMPLE = "YOUR QUESTION"
@@ -113,17 +114,20 @@ def evaluate(
         baseline=baseline,
         endpoint=read_endpoint(endpoint, model, key_env, body),
         concurrency=concurrency,
+        tasks=tasks or None,
+        data=data,
+        num_tasks=num_tasks,
+        num_alone=latency_tasks if latency else 0,
+        against=against,
     )
-    check_request(request, tasks, data, out, against)
+    check_request(request, out)
     from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
-    from ragr1_actors.evaluation.evaluate import EvalTasks, evaluate_policy
+    from ragr1_actors.evaluation.evaluate import evaluate_policy
 
-    which = EvalTasks(tasks or None, data, num_tasks, latency_tasks if latency else 0, against)
     with counted_bar(errors, "answering") as on_task:
-        found = evaluate_policy(request, which, out, on_task, partial(elapsed_time, errors))
+        found = evaluate_policy(request, out, on_task, partial(elapsed_time, errors))
     details = summarise(found.scores, against, tasks)
-    details["decoding"] = found.decoding
-    details["latency"] = [asdict(one) for one in found.latency]
+    details |= {"decoding": found.decoding, "latency": [asdict(one) for one in found.latency]}
     if tasks:
         details["num_trained_on"] = found.num_trained_on
     if as_json:
@@ -132,16 +136,16 @@ def evaluate(
     print_evaluation(found.result.by_name(), details)
 
 
-def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | None:
+def read_endpoint(url: str, model: str, key_env: str, body: str) -> EndpointSettings | None:
     """Return the endpoint of the options; None if no option names one.
 
     Raises:
         ConfigError: one of ``--endpoint`` and ``--model`` is missing, the address is wrong or holds a secret, or
             ``--body`` is not a JSON object.
     """
+    from ragr1_actors.core.config import EndpointSettings
     from ragr1_actors.core.credentials import refuse_credentials
     from ragr1_actors.core.disk.json_files import checked
-    from ragr1_actors.evaluation.evaluated_policy import Endpoint
     from retrieval.http.retriever import check_url
 
     if bool(url) != bool(model):
@@ -151,7 +155,8 @@ def read_endpoint(url: str, model: str, key_env: str, body: str) -> Endpoint | N
     refuse_credentials(url, "--endpoint")
     check_url(url, "--endpoint")
     refused = ConfigError(f"--body: got {shortened(body)!r}, expected a JSON object such as '{{\"seed\": 1}}'")
-    return Endpoint(url, model, key_env, checked(dict[str, Any], body.encode("utf-8", "replace"), lambda *_: refused))
+    fields = checked(dict[str, Any], body.encode("utf-8", "replace"), lambda *_: refused)
+    return EndpointSettings(url=url, model=model, key_env=key_env, body=fields)
 
 
 def select(
@@ -203,9 +208,7 @@ def select(
     print_line(f"{out} holds the {counts.kept:,} tasks that are kept")
 
 
-def check_request(
-    request: EvalRequest, tasks: list[str] | None, data: Path | None, out: Path | None, against: Path | None
-) -> None:
+def check_request(request: EvalRequest, out: Path | None) -> None:
     """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
     from envs.tasks.published_sets import load_sets
     from ragr1_actors.evaluation.evaluated_policy import open_policy
@@ -213,10 +216,10 @@ def check_request(
     from ragr1_actors.runs.scores import read_scores
 
     check_gpus(open_policy(request).config)
-    if tasks:
-        load_sets(tasks, data)
-    if against is not None:
-        read_scores(against)
+    if request.tasks:
+        load_sets(request.tasks, request.data)
+    if request.against is not None:
+        read_scores(request.against)
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"there is no folder {out.absolute().parent} for --out; make it first")
 

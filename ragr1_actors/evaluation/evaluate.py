@@ -73,22 +73,6 @@ class Evaluation:
     """Number of these questions that are in the training file of run or recipe; None if this is not known."""
 
 
-@dataclass(frozen=True)
-class EvalTasks:
-    """Selection of the tasks to answer."""
-
-    tasks: NamedTasks | None = None
-    """Files or names of published sets; None takes the tasks that the run held out."""
-    data: Path | None = None
-    """Folder of the published sets; None takes the hub."""
-    num_tasks: int | None = None
-    """Number of the first tasks that are used; None uses all."""
-    num_alone: int = 0
-    """Number of the first tasks that are also answered one at a time, for their latency."""
-    against: Path | None = None
-    """Scores of another policy, which must have one of these tasks."""
-
-
 def evaluate(
     path: str | Path,
     *,
@@ -104,12 +88,12 @@ def evaluate(
     ``runs/mine/checkpoints/best``, or the URI of either. None takes the tasks that the run held out, the run's own
     index, and all tasks of the files, or as many held-out tasks as the run evaluates.
     """
-    return evaluate_policy(EvalRequest(str(path), index=index), EvalTasks(tasks, data, num_tasks), out).result
+    request = EvalRequest(str(path), index=index, tasks=tasks, data=data, num_tasks=num_tasks)
+    return evaluate_policy(request, out).result
 
 
 def evaluate_policy(
     request: EvalRequest,
-    which: EvalTasks,
     out: Path | None = None,
     on_task: Callable[[int, int], None] = lambda done, total: None,
     show: Shown = unseen,
@@ -118,31 +102,31 @@ def evaluate_policy(
 
     The answers are greedy, unless ``request.overrides`` set ``env_runners.temperature``.
 
-    Only ``out`` is written, with the score of every task as it is answered, and with ``which.num_alone`` a second file
-    with ``.alone`` before its ending. If a file exists, the evaluation continues with the tasks that it lacks, and the
-    result covers all. ``show`` is called with what loads, then ``on_task`` with the numbers of finished tasks and of
-    all tasks.
+    Only ``out`` is written, with the score of every task as it is answered, and with ``request.num_alone`` a second
+    file with ``.alone`` before its ending. If a file exists, the evaluation continues with the tasks that it lacks, and
+    the result covers all. ``show`` is called with what loads, then ``on_task`` with the numbers of finished tasks and
+    of all tasks.
 
     Raises:
         UserError: there is no such run, folder or endpoint, or a file cannot be used.
         FleetError: every task failed.
     """
     subject = open_policy(request)
-    if which.num_alone:  # a question that is asked again must search again
+    if request.num_alone:  # a question that is asked again must search again
         requests = subject.config.retrieval.requests.model_copy(update={"cache_size": 0})
         retrieval = subject.config.retrieval.model_copy(update={"requests": requests})
         subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
-    _check_subject(subject, which)
-    found = evaluation_tasks(subject.run, which.tasks, which.num_tasks, which.data)
-    if which.against is not None:
-        check_shared(which.against, found)
-    num_trained_on = None if which.tasks is None else _num_trained_on(subject, found)
+    _check_subject(subject, request)
+    found = evaluation_tasks(subject.run, request.tasks, request.num_tasks, request.data)
+    if request.against is not None:
+        check_shared(request.against, found)
+    num_trained_on = None if request.tasks is None else _num_trained_on(subject, found)
     load = subject.config.env_runners.max_concurrent_trajectories
     with only_writer(out):
-        passes = [_Pass(subject, shown(which.tasks or "held out"), found, load, out)]
-        if which.num_alone:
+        passes = [_Pass(subject, shown(request.tasks or "held out"), found, load, out)]
+        if request.num_alone:
             beside = None if out is None else out.with_name(f"{out.stem}.alone{out.suffix}")
-            passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: which.num_alone], 1, beside))
+            passes.insert(0, _Pass(subject, passes[0].settings.tasks, found[: request.num_alone], 1, beside))
         total = sum(len(one.tasks) for one in passes)
 
         def report() -> None:
@@ -162,7 +146,7 @@ def evaluate_policy(
         decoding=subject.decoding,
         result=_result(whole),
         scores=tuple(whole.scores),
-        latency=tuple(latency(one.scores, one.concurrency) for one in passes) if which.num_alone else (),
+        latency=tuple(latency(one.scores, one.concurrency) for one in passes) if request.num_alone else (),
         num_trained_on=num_trained_on,
     )
 
@@ -223,14 +207,14 @@ class _Pass:
                     raise
 
 
-def _check_subject(subject: EvaluatedPolicy, which: EvalTasks) -> None:
+def _check_subject(subject: EvaluatedPolicy, request: EvalRequest) -> None:
     """Check the policy and its configuration; ``UserError`` if they cannot be used or do not fit the tasks."""
     config = subject.config
     check_gpus(config)
     check_sampler(config, has_index=subject.store is not None, has_policy=not subject.folder)  # an endpoint has its own
     retrieval = config.retrieval
     has_no_index = needs_index(retrieval.type) and not retrieval.index and not retrieval.corpus
-    if which.tasks is not None and subject.store is None and has_no_index:
+    if request.tasks is not None and subject.store is None and has_no_index:
         raise DataError(
             "no index is named, and the recipe's own passages are not about these tasks; name one with --index, or a "
             "server with retrieval.type=http"

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.storage import is_uri
 from envs.base import search_options
-from ragr1_actors.core.config import EncoderActors, RunConfig, SamplerConfig
+from envs.tasks.paths import NamedTasks
+from ragr1_actors.core.config import EncoderActors, EndpointSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve, split_assignment
 from ragr1_actors.evaluation.baselines import DIRECT_PROMPT, RAG_PROMPT
@@ -51,16 +51,6 @@ _SHAPES_ANSWERS = {
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """OpenAI-compatible chat endpoint; see ``EndpointSettings`` for the fields."""
-
-    url: str
-    model: str
-    key_env: str
-    body: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class EvalRequest:
     """Request of a person for an evaluation."""
 
@@ -75,9 +65,19 @@ class EvalRequest:
     prompt: Path | None = None
     """Text file that replaces ``environment.prompt``."""
     baseline: Baseline | None = None
-    endpoint: Endpoint | None = None
+    endpoint: EndpointSettings | None = None
     concurrency: int | None = None
     """Trajectories at the same time; None: ``env_runners.max_concurrent_trajectories``, or 8 with an endpoint."""
+    tasks: NamedTasks | None = None
+    """Files or names of published sets; None takes the tasks that the run held out."""
+    data: Path | None = None
+    """Folder of the published sets; None takes the hub."""
+    num_tasks: int | None = None
+    """Number of the first tasks that are used; None uses all."""
+    num_alone: int = 0
+    """Number of the first tasks that are also answered one at a time, for their latency."""
+    against: Path | None = None
+    """Scores of another policy, which must have one of these tasks."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,7 @@ def _changes(request: EvalRequest, run: RunConfig) -> dict[str, dict[str, Any]]:
         runners["engine"] = "endpoint"
         runners["engine_options"] = {
             **(run.env_runners.engine_options if own else {}),  # the options of a recipe are for its engine
-            "url": endpoint.url,
-            "model": endpoint.model,
-            "key_env": endpoint.key_env,
-            "body": dict(endpoint.body),
+            **endpoint.model_dump(include={"url", "model", "key_env", "body"}),
         }
         runners["num_gpus_per_env_runner"] = 0
     return {"environment": environment, "env_runners": runners, "retrieval": {"num_retrievers": 0}}
