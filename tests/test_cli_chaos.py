@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from small_world import ROOT, a_persons_environment, invoke, make_config, make_files, make_recipe, started, wait_for
 
-from ragr1_actors.lab.chaos import DRIVER, HitCounts, schedule
-from ragr1_actors.lab.damage import Damage, draw_damage
+from ragr1_actors.lab.chaos import DRIVER, Damage, draw_damage, schedule
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.scale_order import read_order
@@ -29,33 +28,34 @@ from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 KINDS = (DRIVER, "env runner", "learner")
 LENGTHS = {"sft": 100, "rl": 40}
+COUNTS = {"kill": 20, "hang": 6, "flip": 10}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_is_hit_as_often_and_the_driver_is_never_stopped(seed: int) -> None:
-    hits = schedule(HitCounts(20, 6, 10), KINDS, LENGTHS, seed)
+    hits = schedule(COUNTS, KINDS, LENGTHS, seed)
     assert sorted(Counter(hit.kind for hit in hits if hit.deed == "kill").values()) == [6, 7, 7]
     assert Counter(hit.kind for hit in hits if hit.deed == "hang") == {"env runner": 4, "learner": 2}
     assert Counter((hit.kind, hit.stage) for hit in hits if hit.deed == "flip") == {("", "rl"): 10}
     assert {hit.stage for hit in hits if (hit.kind, hit.deed) == ("env runner", "hang")} == {"rl"}
-    assert schedule(HitCounts(20, 6, 10), KINDS, LENGTHS, seed) == hits
-    assert schedule(HitCounts(20, 6, 10), KINDS, LENGTHS, seed + 1) != hits
+    assert schedule(COUNTS, KINDS, LENGTHS, seed) == hits
+    assert schedule(COUNTS, KINDS, LENGTHS, seed + 1) != hits
 
 
 def test_hits_are_spread_over_the_stages_in_their_order() -> None:
-    hits = schedule(HitCounts(20), KINDS, LENGTHS, 0)
+    hits = schedule({"kill": 20, "hang": 0, "flip": 0}, KINDS, LENGTHS, 0)
     assert [hit.stage for hit in hits] == ["sft"] * 5 + ["rl"] * 15
     for stage, num_steps, most in (("sft", 100, 40), ("rl", 40, 6)):
         at = [hit.iteration for hit in hits if hit.stage == stage]
         assert at == sorted(at)
         assert at[-1] < num_steps - 1
         assert max(after - before for before, after in pairwise([0, *at, num_steps])) <= most
-    assert {hit.stage for hit in schedule(HitCounts(20, 6, 10), KINDS, LENGTHS | {"sft": 0}, 0)} == {"rl"}
+    assert {hit.stage for hit in schedule(COUNTS, KINDS, LENGTHS | {"sft": 0}, 0)} == {"rl"}
 
 
 def test_a_run_with_one_kind_of_actor_has_its_hangs_there() -> None:
     for kinds, kind in (((DRIVER, "env runner"), "env runner"), ((DRIVER, "learner"), "learner")):
-        hits = schedule(HitCounts(0, 6), kinds, LENGTHS, 0)
+        hits = schedule({"kill": 0, "hang": 6, "flip": 0}, kinds, LENGTHS, 0)
         assert [(hit.kind, hit.deed) for hit in hits] == [(kind, "hang")] * 6
 
 

@@ -19,7 +19,7 @@ from ragr1_actors.core.process.advice import advised
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.lab.chaos import HitCounts, Tally
+    from ragr1_actors.lab.chaos import Deed, Tally
     from ragr1_actors.runs.report import RunReport
 
 FLEETS = {"env runner": "runners", "retriever": "retrievers", "encoder": "encoders", "learner": "learners"}
@@ -63,9 +63,8 @@ def chaos(
     place = run_dir or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
     if place.exists():
         raise UserError(f"{place} exists; give a new directory, or none")
-    from ragr1_actors.lab.chaos import HitCounts
-
-    _train(recipe, overrides or [], HitCounts(kills, hangs, flips), seed, place, as_json=as_json)
+    counts: dict[Deed, int] = {"kill": kills, "hang": hangs, "flip": flips}
+    _train(recipe, overrides or [], counts, seed, place, as_json=as_json)
 
 
 def _kinds(config: RunConfig) -> list[str]:
@@ -105,7 +104,9 @@ def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: b
     print_line(f"the run counts what it lost: {advised('report', run)}, once it has ended")
 
 
-def _train(recipe: str, overrides: list[str], counts: HitCounts, seed: int, place: Path, *, as_json: bool) -> None:
+def _train(
+    recipe: str, overrides: list[str], counts: dict[Deed, int], seed: int, place: Path, *, as_json: bool
+) -> None:
     from ragr1_actors.lab.chaos import DEEDS, DRIVER, Tally, Victim, ended, schedule
     from ragr1_actors.runs.report import read_report
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -119,7 +120,7 @@ def _train(recipe: str, overrides: list[str], counts: HitCounts, seed: int, plac
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunDirectoryError(f"cannot write to {place}: {error.strerror}; choose another --run-dir") from error
-    patient = f"debugging.fault_tolerance.max_learner_restarts={counts.kills + counts.hangs}"
+    patient = f"debugging.fault_tolerance.max_learner_restarts={counts['kill'] + counts['hang']}"
     victim = Victim(recipe, [*overrides, patient], place, config.debugging.fault_tolerance.hang_timeout_s)
     with ended(victim):
         for hit in hits:

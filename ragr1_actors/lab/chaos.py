@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ragr1_actors.core.errors import RunDirectoryError
-from ragr1_actors.lab.damage import Damage, draw_damage
+from ragr1_actors.core.errors import RunDirectoryError, UserError
 from ragr1_actors.runs.report import REPORT_JSON
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 
@@ -52,6 +51,7 @@ LOOK_INTERVAL_S = 0.2
 _SHORT_INTERVAL_S = 0.02
 """Seconds between two looks for a moment that lasts as long as one update."""
 _BACK = re.compile(r"(env runner|retriever|encoder|learner)\b.{,500} is back after (\d+) s")
+Deed = Literal["kill", "hang", "flip"]
 _QUESTION = "Where was Ana Bell born?"
 
 
@@ -61,7 +61,7 @@ class Hit:
 
     kind: str
     """Kind of the process; empty for a file."""
-    deed: Literal["kill", "hang", "flip"]
+    deed: Deed
     stage: str
     iteration: int
     """Iteration of the stage, or step of SFT, after whose log line it happens; 0 is at once."""
@@ -71,29 +71,22 @@ class Hit:
         return f"{self.stage} {self.iteration}: {self.deed} {self.kind}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class HitCounts:
-    """Numbers of faults of each sort."""
-
-    kills: int
-    hangs: int = 0
-    flips: int = 0
-
-
-def schedule(counts: HitCounts, kinds: Sequence[str], lengths: Mapping[str, int], seed: int) -> list[Hit]:
+def schedule(counts: Mapping[Deed, int], kinds: Sequence[str], lengths: Mapping[str, int], seed: int) -> list[Hit]:
     """Return kills, in equal numbers per kind up to one, hangs and flips, spread over the stages of the given lengths.
+
+    ``counts`` are ``{"kill": 20, "hang": 6, "flip": 10}``.
 
     ``lengths`` are ``{"sft": steps, "rl": iterations}``. RL gets ``RL_SHARE`` of the kills and hangs, if there is SFT,
     and all hangs of env runners and all flips: before RL no weights move, and there may be no checkpoint.
     """
     rng = random.Random(f"chaos {seed}")
     runner, others = next(iter(ACTORS)), [kind for kind in kinds if kind not in (DRIVER, next(iter(ACTORS)))]
-    num_runners = round(counts.hangs * (RUNNER_SHARE if others else 1)) if runner in kinds else 0
-    anywhere = [("kill", kind) for kind in _in_turn(kinds, counts.kills, rng)]
-    anywhere += [("hang", kind) for kind in _in_turn(others, counts.hangs - num_runners, rng)]
+    num_runners = round(counts["hang"] * (RUNNER_SHARE if others else 1)) if runner in kinds else 0
+    anywhere = [("kill", kind) for kind in _in_turn(kinds, counts["kill"], rng)]
+    anywhere += [("hang", kind) for kind in _in_turn(others, counts["hang"] - num_runners, rng)]
     rng.shuffle(anywhere)
     num_in_sft = len(anywhere) - round(len(anywhere) * RL_SHARE) if lengths["sft"] else 0
-    in_rl = [*anywhere[num_in_sft:], *([("hang", runner)] * num_runners), *([("flip", "")] * counts.flips)]
+    in_rl = [*anywhere[num_in_sft:], *([("hang", runner)] * num_runners), *([("flip", "")] * counts["flip"])]
     rng.shuffle(in_rl)
     hits = []
     for stage, deeds in (("sft", anywhere[:num_in_sft]), ("rl", in_rl)):
@@ -345,3 +338,108 @@ def _judge(damage: Damage, said: str, tally: Tally, *, goes_on: bool) -> str:
 
 
 DEEDS = {"kill": _kill, "hang": _hang, "flip": _flip}
+
+
+# -- damage to files ---------------------------------------------------------------------------------------------------
+
+
+SPARE = "chaos.lost"
+"""File beside the run directory that keeps the lost file until it is put back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """File of a stopped run that differs from what was stored: bits of a byte are flipped, or it is lost."""
+
+    run_dir: Path
+    path: Path
+    offset: int
+    """Offset of the changed byte."""
+    mask: int
+    """Bits of the byte that are flipped; 0: the file is lost."""
+
+    def __str__(self) -> str:
+        """Return ``"byte 1,234 of checkpoints/step_8/learner.safetensors flipped"``."""
+        name = self.path.relative_to(self.run_dir)
+        return f"byte {self.offset:,} of {name} flipped" if self.mask else f"{name} lost"
+
+    def apply(self) -> None:
+        """Damage the file."""
+        if self.mask:
+            self._flip()
+        else:
+            shutil.move(self.path, self._spare)
+
+    def undo(self) -> None:
+        """Restore the file, unless the run has removed its folder meanwhile."""
+        if not self.path.parent.is_dir():
+            self._spare.unlink(missing_ok=True)
+        elif self.mask:
+            self._flip()
+        else:
+            shutil.move(self._spare, self.path)
+
+    def is_named_in(self, said: str) -> bool:
+        """Return whether a text names the file, in one path or as a name and its folder; a terminal may break lines."""
+        text = _squeezed(said)
+        return all(_squeezed(name) in text for name in (self.path.name, self.path.parent.name))
+
+    def checkpoint_to_delete(self, said: str) -> Path | None:
+        """Return the checkpoint with the damage, if a text advises to delete it and continue from the one before."""
+        folder = newest_checkpoint(self.run_dir)
+        is_in_it = folder is not None and self.path.is_relative_to(folder)
+        return (
+            folder
+            if is_in_it and _squeezed(f"delete the folder {folder} and --resume goes on") in _squeezed(said)
+            else None
+        )
+
+    @property
+    def _spare(self) -> Path:
+        return self.run_dir.parent / f"{self.run_dir.name}.{SPARE}"
+
+    def _flip(self) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(self.offset)
+            byte = file.read(1)[0]
+            file.seek(self.offset)
+            file.write(bytes([byte ^ self.mask]))
+
+
+def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
+    """Choose a folder from which a stopped run would continue, a file in it, and the damage.
+
+    The folders are the newest checkpoint, ``policy_sft`` and ``index``, with equal probability, as are the files of
+    one. Files that no run reads again are not chosen: logs, curves, reports and the cache of the viewer.
+    """
+    from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
+
+    folders = [newest_checkpoint(run_dir), run_dir / SFT_POLICY, run_dir / INDEX]
+    files = [_files(folder) for folder in folders if folder is not None and folder.is_dir()]
+    if not any(files):
+        raise UserError(
+            f"{run_dir} has no checkpoint, policy or index yet whose files could be damaged; take fewer flips"
+        )
+    path = rng.choice(rng.choice([found for found in files if found]))
+    size = path.stat().st_size
+    is_lost = not size or rng.random() < 0.5
+    return Damage(run_dir, path, rng.randrange(max(1, size)), 0 if is_lost else rng.randrange(1, 256))
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the folder of the newest whole checkpoint."""
+    from ragr1_actors.runs.storage.layout import CHECKPOINTS
+
+    steps = {int(found[1]): path for path in (run_dir / CHECKPOINTS).glob("*") if (found := _STEP.fullmatch(path.name))}
+    return steps[max(steps)] if steps else None
+
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
