@@ -17,9 +17,8 @@ from envs.checker import made_up
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import TrajectoryGroup
-from ragr1_actors.lab import claims
-from ragr1_actors.lab.claim import Claim, ClaimCheck, EvaluatedRun, RunPlan, judge, read_claim
-from ragr1_actors.lab.claims import ClaimTest, make_runs
+from ragr1_actors.lab import claim as claims
+from ragr1_actors.lab.claim import Claim, ClaimCheck, ClaimTest, EvaluatedRun, RunPlan, judge, make_runs, read_claim
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
 
 KEYS: dict[str, Any] = {

@@ -15,8 +15,7 @@ from ragr1_actors.core.errors import UserError, shortened
 from ragr1_actors.core.process.advice import advised
 
 if TYPE_CHECKING:  # pyarrow is loaded inside the command
-    from ragr1_actors.lab.claim import Verdict
-    from ragr1_actors.lab.claims import ClaimedRun, ClaimTest
+    from ragr1_actors.lab.claim import ClaimedRun, ClaimTest, Verdict
 
 
 def recipes(as_json: JsonOption = False) -> None:
@@ -71,8 +70,7 @@ def claims(
     as_json: JsonLinesOption = False,
 ) -> None:
     """Train what the methods claim, each against its baseline; exit status 1 if a claim does not hold."""
-    from ragr1_actors.lab.claim import claim_files
-    from ragr1_actors.lab.claims import ClaimTest, make_runs
+    from ragr1_actors.lab.claim import ClaimTest, claim_files, make_runs
 
     overrides = [word for word in words or () if "=" in word]
     methods = [word for word in words or () if "=" not in word] or list(claim_files())
