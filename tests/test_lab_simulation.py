@@ -30,8 +30,7 @@ from ragr1_actors.core.types import Sampling
 from ragr1_actors.lab.simulation.engine import SimulatedEngine
 from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
 from ragr1_actors.lab.simulation.recorded import fit_line, read_recording
-from ragr1_actors.lab.simulation.run import Iteration, Simulation, Simulator, Size, simulate
-from ragr1_actors.lab.simulation.study import Study
+from ragr1_actors.lab.simulation.run import Iteration, Simulation, Simulator, Size, Study, simulate
 from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import Attempt, DrawnWorkload, TurnShape, made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace

@@ -15,8 +15,7 @@ from ragr1_actors.core.errors import UserError
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.lab.simulation.recorded import Recording
-    from ragr1_actors.lab.simulation.run import Simulation
-    from ragr1_actors.lab.simulation.study import Study
+    from ragr1_actors.lab.simulation.run import Simulation, Study
     from ragr1_actors.lab.simulation.workload import Workload
     from ragr1_actors.planning.pace import Pace
 
@@ -53,8 +52,7 @@ def simulate(
     """
     from ragr1_actors.core.process.progress_bar import counted_bar
     from ragr1_actors.lab.simulation.recorded import read_recording
-    from ragr1_actors.lab.simulation.run import Size
-    from ragr1_actors.lab.simulation.study import study, with_autoscaling
+    from ragr1_actors.lab.simulation.run import Size, study, with_autoscaling
     from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
