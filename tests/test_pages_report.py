@@ -165,12 +165,12 @@ def test_the_verdict_is_that_of_the_newest_iterations() -> None:
     assert (load.learner_wait, load.num_runners) == (0.8, 4)
     assert load.runner_load == 60 / CONFIG.env_runners.max_concurrent_trajectories
     found, shown = find_bottleneck(load), facts.headline(CONFIG, rows)
-    assert shown.title == f"{found.limit.capitalize()}-bound"
-    assert found.advice[1:] in shown.text
-    assert facts.headline(CONFIG, rows[:30]).title == "Learner-bound"
-    assert facts.headline(CONFIG, [row(0, "eval_start", **EVALUATION)]).title == "No iteration yet"
+    assert shown[0] == f"{found.limit.capitalize()}-bound"
+    assert found.advice[1:] in shown[1]
+    assert facts.headline(CONFIG, rows[:30])[0] == "Learner-bound"
+    assert facts.headline(CONFIG, [row(0, "eval_start", **EVALUATION)])[0] == "No iteration yet"
     alone = RunConfig.model_validate({"env_runners": {"num_env_runners": 0}})
-    assert facts.headline(alone, rows).title == "One process"
+    assert facts.headline(alone, rows)[0] == "One process"
 
 
 def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_evaluations_between_iterations_are_no_iterations(tmp_path: Path) -> Non
     assert shown["iterations of RL"].value == str(facts.NEWEST + 2)
     assert shown["tasks trained"].value == "24"
     assert shown["trajectories trained"].note == "tokens/s: 3,200 sampled, 753 in the loss"
-    assert f"Iterations in the mean: {facts.NEWEST}." in facts.headline(CONFIG, rows).text
+    assert f"Iterations in the mean: {facts.NEWEST}." in facts.headline(CONFIG, rows)[1]
     assert f"{facts.NEWEST + 2} iterations of RL so far" in render("run", CONFIG, rows, None)
 
 

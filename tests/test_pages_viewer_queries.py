@@ -27,7 +27,7 @@ def index_of(run_dir: Path) -> Index:
 
 def names(snapshot: Snapshot, query: Query) -> list[str]:
     searcher = Searcher()
-    rows = searcher.find(snapshot, query).rows.tolist()
+    rows = searcher.find(snapshot, query)[0].tolist()
     searcher.close()
     return [row["trajectory_id"].rpartition("/")[2] for row in row_payloads(snapshot, rows)]
 
@@ -233,9 +233,9 @@ def test_a_file_that_is_put_back_as_it_was_is_no_problem(tmp_path: Path) -> None
 def test_counts_are_of_the_scope(tmp_path: Path) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
     searcher = Searcher()
-    found = searcher.find(index_of(tmp_path).snapshot, Query(Scope("bell"), outcome="correct"))
+    _, counts = searcher.find(index_of(tmp_path).snapshot, Query(Scope("bell"), outcome="correct"))
     searcher.close()
-    assert found.num_rows == 0 and found.counts == dict.fromkeys(OUTCOMES, 0) | {"all": 2, "wrong": 2, "ignored": 1}
+    assert counts == dict.fromkeys(OUTCOMES, 0) | {"all": 2, "wrong": 2, "ignored": 1}
 
 
 def test_a_trajectory_with_its_tokens_documents_and_siblings(tmp_path: Path) -> None:

@@ -69,30 +69,22 @@ class Ratio:
     """Whether the goal is met; None without a goal."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """Bottleneck of the run now, or why it is not known."""
-
-    title: str
-    text: str
-
-
 def rl_rows(rows: Sequence[Row]) -> list[Row]:
     """Return the lines of the iterations of RL, without evaluations between two of them."""
     return [row for row in rows if is_iteration(row)]
 
 
-def headline(config: RunConfig, rows: Sequence[Row]) -> Headline:
-    """Return the verdict over the newest iterations; ``ragr1 simulate`` computes it in the same way."""
+def headline(config: RunConfig, rows: Sequence[Row]) -> tuple[str, str]:
+    """Return title and text of the verdict over the newest iterations, as ``ragr1 simulate`` computes it."""
     newest = rl_rows(rows)[-NEWEST:]
     load = load_of_rows(config, newest)
     if load is not None:
         found = find_bottleneck(load)
         advice = found.advice[0].upper() + found.advice[1:]
-        return Headline(f"{found.limit.capitalize()}-bound", f"{advice}. Iterations in the mean: {len(newest)}.")
+        return f"{found.limit.capitalize()}-bound", f"{advice}. Iterations in the mean: {len(newest)}."
     if newest:
-        return Headline("One process", "The policy samples in the driver (env_runners.num_env_runners=0), in turns.")
-    return Headline("No iteration yet", "Reinforcement learning has not begun; what limits it is not known yet.")
+        return "One process", "The policy samples in the driver (env_runners.num_env_runners=0), in turns."
+    return "No iteration yet", "Reinforcement learning has not begun; what limits it is not known yet."
 
 
 def tiles(config: RunConfig, rows: Sequence[Row], report: RunReport | None) -> list[Tile]:

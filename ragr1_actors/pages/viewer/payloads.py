@@ -19,7 +19,7 @@ from ragr1_actors.core.schema import LEARNED_SCHEMA, current_format, groups_from
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, Turn
 from ragr1_actors.pages.viewer.index import Snapshot
 from ragr1_actors.pages.viewer.parts import STAGES, is_correct, is_evidence, map_file
-from ragr1_actors.pages.viewer.queries import OUTCOMES, Found
+from ragr1_actors.pages.viewer.queries import OUTCOMES
 
 logger = logging.getLogger(__name__)
 _SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
@@ -39,16 +39,6 @@ def run_payload(name: str, snapshot: Snapshot) -> dict[str, Any]:
         "problems": snapshot.problems,
         "stages": stages,
         "outcomes": OUTCOMES,
-    }
-
-
-def list_payload(snapshot: Snapshot, found: Found) -> dict[str, Any]:
-    """Return the rows of one page of an answer, and the number of each kind."""
-    return {
-        "version": snapshot.version,
-        "num_rows": found.num_rows,
-        "counts": found.counts,
-        "rows": row_payloads(snapshot, found.rows.tolist()),
     }
 
 

@@ -89,17 +89,6 @@ class Query:
             raise UserError(f"got offset {self.offset} and limit {self.limit}, expected 0 or more and 1 to {MAX_ROWS}")
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Answer to a query."""
-
-    rows: NDArray[np.int64]  # [<= limit], rows of the snapshot
-    num_rows: int
-    """Number of rows, on other pages too."""
-    counts: dict[str, int]
-    """Number of rows in the scope for each of ``OUTCOMES``."""
-
-
 class Searcher:
     """Answers queries on one thread per core, and remembers the rows of the last scopes. Any thread may call it."""
 
@@ -108,14 +97,14 @@ class Searcher:
         self._threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="search")
         self._scopes: OrderedDict[tuple[int, Scope], Mask] = OrderedDict()
 
-    def find(self, snapshot: Snapshot, query: Query) -> Found:
-        """Answer a query."""
+    def find(self, snapshot: Snapshot, query: Query) -> tuple[NDArray[np.int64], dict[str, int]]:
+        """Return the rows of one page, ``[<= limit]``, and the number of all in the scope for each of ``OUTCOMES``."""
         within = self._within(snapshot, query.scope)
         outcomes = {name: within & outcome_mask(snapshot, name) for name in OUTCOMES}
         counts = {name: int(np.count_nonzero(mask)) for name, mask in outcomes.items()}
         rows = np.flatnonzero(outcomes[query.outcome])
         rows = _in_order(snapshot, rows, query.order)[query.offset : query.offset + query.limit]
-        return Found(rows, counts[query.outcome], counts)
+        return rows, counts
 
     def close(self) -> None:
         """End the threads."""

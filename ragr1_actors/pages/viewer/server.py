@@ -28,7 +28,7 @@ from pydantic_core import to_json
 from cluster.http import HttpServer, Limits, RequestError
 from ragr1_actors.core.errors import DataError, UserError, one_line
 from ragr1_actors.pages.viewer.index import Index
-from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, list_payload, run_payload, trajectory_payload
+from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, row_payloads, run_payload, trajectory_payload
 from ragr1_actors.pages.viewer.queries import Query, Scope, Searcher
 
 LOOK_INTERVAL_S = 1.0
@@ -130,7 +130,9 @@ class ViewServer(HttpServer):
 
     def _list(self, query: Query) -> dict[str, Any]:
         snapshot = self._index.snapshot
-        return list_payload(snapshot, self._searcher.find(snapshot, query))
+        rows, counts = self._searcher.find(snapshot, query)
+        shown = row_payloads(snapshot, rows.tolist())
+        return {"version": snapshot.version, "num_rows": counts[query.outcome], "counts": counts, "rows": shown}
 
     async def _show_trajectory(self, request: web.Request) -> web.Response:
         file, name = request.query.get("file", ""), request.query.get("id", "")
