@@ -28,11 +28,8 @@ class Offloaded:
         self._blocks: list[torch.Tensor] = []  # uint8, BLOCK_BYTES each
         self._copied: list[tuple[torch.UntypedStorage, int]] = []  # storages that are empty, with their bytes
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = 0
         """Bytes of the device that are free because tensors rest."""
-        return sum(size for _, size in (*self._copied, *self._dropped))
 
     def offload(
         self, tensors: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor] = (), *, is_changed: bool = True
@@ -45,7 +42,9 @@ class Offloaded:
         """
         self._copied = self._storages(tensors, set())
         self._dropped = self._storages(scratch, {storage.data_ptr() for storage, _ in self._copied})
-        num_blocks = -(-sum(size for _, size in self._copied) // BLOCK_BYTES)
+        num_copied = sum(size for _, size in self._copied)
+        self.num_bytes = num_copied + sum(size for _, size in self._dropped)
+        num_blocks = -(-num_copied // BLOCK_BYTES)
         while len(self._blocks) < num_blocks:
             is_cuda = self._device.type == "cuda"
             self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_cuda))
@@ -66,7 +65,7 @@ class Offloaded:
         for storage, _ in self._dropped:
             _bytes_of(storage).zero_()
         self._wait()  # DeepSpeed reads them on other streams
-        self._copied, self._dropped = [], []
+        self._copied, self._dropped, self.num_bytes = [], [], 0
 
     def _storages(self, tensors: Iterable[torch.Tensor], known: set[int]) -> list[tuple[torch.UntypedStorage, int]]:
         """Return each storage on the device once, without those that begin at an address in ``known``."""

@@ -1,14 +1,17 @@
-"""Choice of the transport of new weights from the learners to the env runners, from a run's configuration."""
+"""Transport of new weights from the learners to the env runners: its choice, and the parts in which they travel."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 PART_BYTES = 64 * 2**20
 """Bytes of a part of a transfer: a runner holds this much beside its engine, not another copy of the policy."""
@@ -34,6 +37,13 @@ class _Sized(Protocol):
 
 
 W = TypeVar("W", bound=_Sized)
+
+
+def as_weight(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a weight that came as an array: uint16 holds the bits of bfloat16, which NumPy lacks."""
+    import torch
+
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
 def in_parts(weights: Iterable[tuple[str, W]], max_bytes: int) -> Iterator[dict[str, W]]:

@@ -32,11 +32,6 @@ _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_FILE = "model.safetensors"
 
 
-def as_weight(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight that came as an array: uint16 holds the bits of bfloat16, which NumPy lacks."""
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-
-
 def base_names(base: AdapterBase) -> list[str]:
     """Return the names of all weights of the base; ``EngineError`` if the folder is not on this node."""
     return sorted(_read_weights(base))

@@ -26,8 +26,8 @@ from ragr1_actors.core.errors import EngineError, one_line
 from ragr1_actors.core.models.huggingface import PreTrainedModel
 from ragr1_actors.core.models.model_files import load_model
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
-from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
-from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
+from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, as_weight, in_parts
+from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
 from ragr1_actors.rollout.engines.grouped_attention import use_grouped_attention

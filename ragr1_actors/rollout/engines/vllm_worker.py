@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ragr1_actors.core.errors import TransferError
-from ragr1_actors.core.weight_transport import TIMEOUT_S, AdapterBase
-from ragr1_actors.rollout.engines.adapters import as_weight, merged_weights
+from ragr1_actors.core.weight_transport import TIMEOUT_S, AdapterBase, as_weight
+from ragr1_actors.rollout.engines.adapters import merged_weights
 
 DEADLINE_S = TIMEOUT_S / 2  # for a broadcast; the sender waits for longer, and then ends the runner
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
