@@ -64,9 +64,11 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Match:
-    """Agreement of a file's vectors with the vectors that an encoder makes of their passages."""
+class Adoption:
+    """Adopted file: agreement of its vectors with the vectors that the encoder makes of their passages."""
 
+    kind: str
+    """Kind of the file, as ``FaissFile.kind`` names it."""
     layout: str
     """Layout of ``LAYOUTS`` that agrees best."""
     num_compared: int
@@ -77,17 +79,6 @@ class Match:
     """Share of passages to which no other vector is as near as their own."""
     mean_length: float
     """Mean length of the vectors that the file was made from; 1 is the length of the encoder's vectors."""
-
-
-@dataclass(frozen=True)
-class Adoption:
-    """Result of adopting a file."""
-
-    kind: str
-    """Kind of the file, as ``FaissFile.kind`` names it."""
-    match: Match
-    num_empty: int
-    """Number of passages without a letter or a digit, which are never found."""
 
 
 def adopt_index(
@@ -175,7 +166,7 @@ class _Adopting:
         names.append(TITLES_FILE)
         self._take_file(copy=copy)
         self._describe(names, match.layout, report_on(passages)).write(self.directory)
-        return Adoption(self.file.kind, match, len(empty))
+        return match
 
     def _write_corpus(self, passages: Iterable[Passage]) -> Rows:
         """Write the corpus and return the rows of its empty passages."""
@@ -211,7 +202,7 @@ class _Adopting:
             )
         return named
 
-    def _check(self, match: Match) -> None:
+    def _check(self, match: Adoption) -> None:
         path, name = self.file.path, self.encoder.name
         where = f"{match.num_compared} passages in the best layout, {match.layout!r}"
         remedy = "give encoder (with its pooling and prompts) and corpus (in its order) of which the file was made"
@@ -279,7 +270,7 @@ class _Adopting:
         )
 
 
-def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, encoder: Encoder) -> Match:
+def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, encoder: Encoder) -> Adoption:
     """Encode ``NUM_COMPARED`` passages in every layout, and return the match of the layout that fits the file best.
 
     Args:
@@ -303,11 +294,11 @@ def compare(file: FaissFile, corpus: Corpus, empty: Rows, row_ids: Rows | None, 
             f"{file.path}: its {file.kind} makes NaN or infinity of the vectors of encoder {encoder.name!r}; make the "
             "file again"
         )
-    matches = [_match(each, vectors, layout) for layout, each in expected.items()]
+    matches = [_match(file.kind, each, vectors, layout) for layout, each in expected.items()]
     return max(matches, key=lambda match: match.cosine)
 
 
-def _match(expected: Floats, vectors: Floats, layout: str) -> Match:
+def _match(kind: str, expected: Floats, vectors: Floats, layout: str) -> Adoption:
     """Compare ``expected``, the vectors of an encoder, with the vectors of the file, both ``[num_compared, width]``."""
     expected_lengths, lengths = (np.linalg.norm(each, axis=1) for each in (expected, vectors))
     cosines = _unit(expected, expected_lengths) @ _unit(vectors, lengths).T
@@ -315,7 +306,8 @@ def _match(expected: Floats, vectors: Floats, layout: str) -> Match:
     np.fill_diagonal(cosines, -np.inf)
     # A code is the mean of the vectors it stands for, so it is shorter than them by its cosine with them.
     mean_length = lengths.sum() / max((expected_lengths * own).sum(), np.finfo(np.float32).tiny)
-    return Match(layout, len(own), float(own.mean()), float((own > cosines.max(axis=1)).mean()), float(mean_length))
+    first_share = float((own > cosines.max(axis=1)).mean())
+    return Adoption(kind, layout, len(own), float(own.mean()), first_share, float(mean_length))
 
 
 def _unit(vectors: Floats, lengths: Floats) -> Floats:

@@ -35,7 +35,7 @@ def adopt(vectors: NDArray[np.float32], folder: Path, passages: list[Passage]) -
 
 
 def test_a_file_of_sentence_transformers_is_adopted(vectors: NDArray[np.float32], tmp_path: Path) -> None:
-    match = adopt(vectors, tmp_path, PASSAGES).match
+    match = adopt(vectors, tmp_path, PASSAGES)
     assert (match.layout, match.cosine) == (adopt_world.LINE, pytest.approx(1, abs=1e-5))
 
 

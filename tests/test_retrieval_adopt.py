@@ -132,9 +132,9 @@ def test_every_kind_answers(
     adoption = adopt(file, tmp_path / "index", encoder)
     index_type, kind = (EXACT | ROUNDED)[key]
     assert adoption.kind.removesuffix("IP").removesuffix("L2") == kind
-    assert (adoption.match.layout, adoption.match.num_compared, adoption.num_empty) == (LINE, 256, 0)
-    assert adoption.match.cosine > (0.9999 if key in EXACT else 0.8)
-    assert adoption.match.mean_length == pytest.approx(1, abs=1e-4 if key in EXACT else 0.05)
+    assert (adoption.layout, adoption.num_compared) == (LINE, 256)
+    assert adoption.cosine > (0.9999 if key in EXACT else 0.8)
+    assert adoption.mean_length == pytest.approx(1, abs=1e-4 if key in EXACT else 0.05)
     info = index_info(tmp_path / "index")
     assert (info["index_type"], info["vector_type"], info["layout"]) == (index_type, index_type, LINE)
     assert (info["count"], info["dimension"], info["encoder"]) == (COUNT, DIMENSION, str(encoder))
@@ -151,7 +151,7 @@ def test_every_kind_answers(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_of_the_passages_is_found_and_stored(layout: str, encoder: Path, tmp_path: Path) -> None:
     file = write(make_index(encoded(encoder, layout=layout)), tmp_path / "made.index")
-    found = adopt(file, tmp_path / "index", encoder).match
+    found = adopt(file, tmp_path / "index", encoder)
     assert (found.layout, found.first_share) == (layout, 1)
     assert found.cosine > 0.99999
     assert Manifest.read(tmp_path / "index").layout == layout
@@ -167,7 +167,7 @@ def test_search_r1s_own_files(encoder: Path, tmp_path: Path) -> None:
     )
     vectors = encoded(encoder, [Passage("", "", text) for text in contents], "{text}")
     file = write(make_index(vectors), tmp_path / "e5_Flat.index")
-    match = adopt(file, tmp_path / "index", encoder, list(read_passages(corpus))).match
+    match = adopt(file, tmp_path / "index", encoder, list(read_passages(corpus)))
     assert (match.layout, match.cosine) == (QUOTED, pytest.approx(1, abs=1e-6))
     assert list(LocalRetriever(tmp_path / "index").corpus) == passages
 
@@ -218,7 +218,7 @@ def test_rounded_vectors_may_miss_one_in_twenty(encoder: Path, vectors: NDArray[
         made[: int(share * COUNT)] = made[int(share * COUNT) - 1 :: -1]  # the middle one of an odd number stays
         file = write(make_index(made, "SQ8"), tmp_path / "made.index")
         if is_taken:
-            assert adopt(file, tmp_path / "index", encoder).match.first_share == pytest.approx(1 - share, abs=0.01)
+            assert adopt(file, tmp_path / "index", encoder).first_share == pytest.approx(1 - share, abs=0.01)
         else:
             with pytest.raises(DataError, match=r"9[34]\.\d% of 256 passages"):
                 adopt(file, tmp_path / "other", encoder)
@@ -229,7 +229,7 @@ def test_equal_texts_are_compared_once_and_vectors_that_are_all_equal_are_refuse
 ) -> None:
     passages = [replace(TOWNS[row % 200], id=str(row)) for row in range(COUNT)]
     file = write(make_index(vectors[np.arange(COUNT) % 200], "SQ8"), tmp_path / "made.index")
-    assert adopt(file, tmp_path / "index", encoder, passages).match.first_share == 1
+    assert adopt(file, tmp_path / "index", encoder, passages).first_share == 1
     equal = write(make_index(vectors[:1].repeat(COUNT, axis=0), "SQ8"), tmp_path / "equal.index")
     with pytest.raises(DataError, match=r"0\.0% of 256"):
         adopt(equal, tmp_path / "other", encoder)

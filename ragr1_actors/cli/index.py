@@ -25,8 +25,8 @@ from ragr1_actors.cli import (
     print_json,
     print_line,
     print_values,
-    printable,
     token_of,
+    printable,
 )
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.process.interrupts import exit_status
@@ -132,11 +132,11 @@ def adopt(
     from retrieval.corpora.readers import read_passages
 
     passages = read_passages(corpus, corpus_format=corpus_format)
-    adoption = adopt_index(file, passages, out, encoder=encoder, copy=copy, restart=restart)
+    match = adopt_index(file, passages, out, encoder=encoder, copy=copy, restart=restart)
     print_line(str(passages.report))
-    match, info = adoption.match, index_info(out)
+    info = index_info(out)
     print_line(
-        f"{adoption.kind}: {match.num_compared} passages written as {match.layout!r} have a mean cosine of "
+        f"{match.kind}: {match.num_compared} passages written as {match.layout!r} have a mean cosine of "
         f"{match.cosine:.4f} with their vectors, and {match.first_share:.1%} are nearest to their own"
     )
     print_line(
@@ -261,7 +261,9 @@ def serve(
     if (mcp or stdio) and find_spec("mcp") is None:
         raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")
     run: Callable[[Retriever], None]
-    run = partial(run_server, host=host, port=port, token=token_of(token_env), allowed_hosts=allow_host or ())
+    run = partial(
+        run_server, host=host, port=port, token=token_of(token_env), allowed_hosts=allow_host or ()
+    )
     if mcp or stdio:
         from retrieval.http.mcp_server import McpEndpoint, run_over_stdio
 
