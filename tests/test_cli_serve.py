@@ -84,5 +84,5 @@ def test_what_cannot_be_served_is_one_sentence(run: str, tmp_path: Path) -> None
     said = invoke("serve", run, "--host", "0.0.0.0")
     assert said.startswith("error: host '0.0.0.0' can be reached from other machines")
     said = invoke("serve", run, "--token-env", "NOT_SET")
-    assert said == "error: --token-env: the environment variable NOT_SET is not set or empty"
+    assert said == "error: --token-env: the environment variable 'NOT_SET' is not set; export it"
     assert invoke("serve", str(tmp_path)).startswith("error: ")

@@ -365,7 +365,10 @@ def test_a_tool_that_is_left_out_may_have_any_schema() -> None:
         (odd(items={"$ref": "#/$defs/a"}), 'cannot be used: it refers to "#/$defs/a", which it does not have'),
         (odd(type="string"), "its answer cannot be read: tools.0.inputSchema.type"),
         ({"command": BY_HAND, "only": ["pit"]}, "lists no 'pit'; did you mean 'pid'"),
-        ({"url": "http://127.0.0.1:9/mcp", "key_env": "NO_SUCH_KEY"}, "'NO_SUCH_KEY' holds no token; export it"),
+        (
+            {"url": "http://127.0.0.1:9/mcp", "key_env": "NO_SUCH_KEY"},
+            "key_env: the environment variable 'NO_SUCH_KEY' is not set",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_server_is_one_sentence(server: dict[str, Any], problem: str) -> None:

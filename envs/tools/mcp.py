@@ -30,7 +30,7 @@ from envs.grammars.calls import ToolSchema
 from envs.options import ToolOptions
 from envs.tools.base import FunctionTool, Tool, make_tools
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.credentials import is_token
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.disk.json_files import first_problem
 from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError, nearest, one_line, shortened
 from ragr1_actors.core.process.tied_process import tied
@@ -286,9 +286,7 @@ class _Session:
         server = self._server
         transport: AbstractAsyncContextManager[Any]
         if server.url:
-            key = os.environ.get(server.key_env, "")
-            if server.key_env and not (key and is_token(key)):
-                raise ConfigError(f"the environment variable {server.key_env!r} holds no token; export it")
+            key = read_secret("key_env", server.key_env)
             http = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 timeout=httpx2.Timeout(server.timeout_s, read=None),

@@ -6,7 +6,6 @@ The modules of this package import only typer and rich at the top, so that ``rag
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
-
-from ragr1_actors.core.errors import ConfigError
 
 # without emoji codes, which names of users' classes such as "src:Cat: ..." resemble
 console = Console(emoji=False)
@@ -57,14 +54,6 @@ AllowHostOption = Annotated[
 ]
 _CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "bold red", "wrong": "bold red"}
-
-
-def token_of(variable: str) -> str:
-    """Return the token that ``--token-env`` names; empty without a name. Raises ``ConfigError`` if it is missing."""
-    token = os.environ.get(variable, "") if variable else ""
-    if variable and not token:
-        raise ConfigError(f"--token-env: the environment variable {variable} is not set or empty")
-    return token
 
 
 def printable(text: str) -> str:

@@ -25,9 +25,9 @@ from ragr1_actors.cli import (
     print_json,
     print_line,
     print_values,
-    token_of,
     printable,
 )
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.errors import ConfigError, UserError
 from ragr1_actors.core.process.interrupts import exit_status
 
@@ -262,7 +262,7 @@ def serve(
         raise ConfigError("--mcp and --stdio need the package mcp, which is not installed; pip install -e '.[mcp]'")
     run: Callable[[Retriever], None]
     run = partial(
-        run_server, host=host, port=port, token=token_of(token_env), allowed_hosts=allow_host or ()
+        run_server, host=host, port=port, token=read_secret("--token-env", token_env), allowed_hosts=allow_host or ()
     )
     if mcp or stdio:
         from retrieval.http.mcp_server import McpEndpoint, run_over_stdio

@@ -10,9 +10,9 @@ from ragr1_actors.cli import (
     PortOption,
     TokenEnvOption,
     print_error,
-    token_of,
 )
 from ragr1_actors.cli.ask import check_inputs, loading_policy
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.process.imports import quick_imports
 from ragr1_actors.core.process.interrupts import ended_during_imports
 
@@ -27,7 +27,7 @@ def serve(
     """Serve a trained policy to OpenAI's clients: POST /v1/chat/completions. The run's tools run in this process."""
     from cluster.http import check_token
 
-    token = token_of(token_env)
+    token = read_secret("--token-env", token_env)
     check_token(host, token)  # before the policy is loaded
     if note := check_inputs(run):
         print_error(f"note: {note}", "yellow")

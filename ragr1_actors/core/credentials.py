@@ -5,6 +5,7 @@ A recipe's text is printed, stored with the run, and shown with the job by Ray's
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -58,6 +59,20 @@ def refuse_secrets(value: Any, key: str) -> None:
                 f"{key}.{name}: a secret in a recipe would be stored and printed; put it into an environment variable, "
                 "and name the variable in an option such as token_env or key_env"
             )
+
+
+def read_secret(key: str, variable: str) -> str:
+    """Return the value of the environment variable that ``key`` names, or "" if ``variable`` is empty.
+
+    Raises:
+        ConfigError: the variable is not set, or an HTTP header cannot hold its value.
+    """
+    secret = os.environ.get(variable, "") if variable else ""
+    if variable and not secret:
+        raise ConfigError(f"{key}: the environment variable {variable!r} is not set; export it")
+    if not is_token(secret):
+        raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a token")
+    return secret
 
 
 def is_token(secret: str) -> bool:

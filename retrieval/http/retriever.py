@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import random
 import re
 import time
@@ -32,7 +31,7 @@ from pydantic import Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
-from ragr1_actors.core.credentials import is_token
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened, valid_unicode
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
@@ -94,7 +93,7 @@ class HttpRetriever:
         urls = (settings.url,) if isinstance(settings.url, str) else settings.url
         if not urls:
             raise ConfigError("retrieval.options.url: got an empty list, expected an address or a list of them")
-        token = read_secret("token_env", settings.token_env)
+        token = read_secret("retrieval.options.token_env", settings.token_env)
         client = HttpClient(max_connections=settings.max_concurrent_requests, secret=token)
         endpoints = list(dict.fromkeys(_endpoint(url) for url in urls))
         self._version = ",".join(str(url.with_query(None)) for url in endpoints)
@@ -448,19 +447,3 @@ def check_url(url: str, option: str = "retrieval.options.url") -> URL:
     if parsed.user or parsed.password:
         raise ConfigError(f"{option}: it holds a name or a password; put secrets into the environment")
     return parsed
-
-
-def read_secret(option: str, variable: str) -> str:
-    """Return the value of the environment variable that ``option`` names, or "" if ``variable`` is empty.
-
-    Raises:
-        ConfigError: the variable is not set, or an HTTP header cannot hold its value.
-    """
-    if not variable:
-        return ""
-    secret = os.environ.get(variable, "")
-    if not secret:
-        raise ConfigError(f"retrieval.options.{option}: the environment variable {variable!r} is not set; export it")
-    if not is_token(secret):
-        raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a token")
-    return secret

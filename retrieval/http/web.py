@@ -29,6 +29,7 @@ from pydantic import Field, JsonValue
 from tenacity import RetryCallState
 from yarl import URL
 
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, valid_unicode
@@ -41,7 +42,6 @@ from retrieval.http.retriever import (
     check_url,
     clean_query,
     is_busy,
-    read_secret,
     retry,
     text_id,
 )
@@ -119,7 +119,7 @@ class WebRetriever:
         self._arguments = (dict(options),)
         self._options = settings = WebOptions.read(options, "retrieval.options")
         self._url = check_url(settings.url)
-        key = "" if settings.mode == "replay" else read_secret("key_env", settings.key_env)
+        key = "" if settings.mode == "replay" else read_secret("retrieval.options.key_env", settings.key_env)
         _check(settings, self._url, key)
         self._version = str(self._url.with_query(None))
         self._key = settings.key_prefix + key if key else ""

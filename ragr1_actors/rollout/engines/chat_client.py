@@ -18,7 +18,7 @@ from yarl import URL
 
 from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
-from ragr1_actors.core.credentials import is_token, refuse_credentials
+from ragr1_actors.core.credentials import read_secret, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
@@ -91,7 +91,8 @@ class ChatClient:
             ConfigError: the address is invalid, or the variable for the key is not set.
         """
         refuse_credentials(settings.url, named.where)
-        key = _read_key(settings.key_env, named.key_env)
+        is_usual = settings.key_env == DEFAULT_KEY_ENV and not os.environ.get(DEFAULT_KEY_ENV)
+        key = "" if is_usual else read_secret(named.key_env, settings.key_env)
         self._settings, self._named = settings, named
         self._url = _completions_url(settings.url, named.where)
         self._client = HttpClient(max_connections=max_in_flight, secret=key)
@@ -286,12 +287,3 @@ def _completions_url(url: str, where: str) -> URL:
     parsed = check_url(url, where)
     path = parsed.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
     return parsed.with_path(f"{path}/chat/completions", keep_query=True)
-
-
-def _read_key(variable: str, named: str) -> str:
-    key = os.environ.get(variable, "") if variable else ""
-    if not key and variable not in ("", DEFAULT_KEY_ENV):
-        raise ConfigError(f"{named}: the environment variable {variable!r} is not set; export it")
-    if not is_token(key):
-        raise ConfigError(f"the environment variable {variable!r} holds spaces or odd characters, expected a key")
-    return key
