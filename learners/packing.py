@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from ragr1_actors.core.types import TokenKind, Trajectory
 
@@ -107,23 +108,36 @@ class Block:
     num_common: torch.Tensor | None = None  # [num_seqs] of int64
     """Number of keys of each sequence before its first query's key; None with ``keys``."""
 
-    def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the addend of the scores, 0 or -inf, ``[num_seqs, 1, num_queries, num_keys]``; None if all is causal.
+    def bias(self, like: torch.Tensor, window: int | None = None, num_sinks: int = 0) -> torch.Tensor | None:
+        """Return the addend of the scores, 0 or -inf, ``[num_seqs, 1, num_queries, num_keys + num_sinks]``.
 
-        It is made when block attention first asks: flash attention needs none, and it grows with the square of the
-        length. All layers share it; torch would make one per layer of a mask of booleans, and keep it.
+        A query sees the last ``window`` keys of its sequence up to its own, by default all, and the sinks. The bias has
+        the dtype and device of ``like``; it is None if all is causal. It is made when block attention first asks: flash
+        attention needs none, and it grows with the square of the length. All layers share it; torch would make one per
+        layer of a mask of booleans, and keep it.
         """
-        if self.num_common is None:
+        if window is not None and window >= self.num_keys:
+            window = None
+        if self.num_common is None and window is None and not num_sinks:
             return None
-        if dtype not in self._biases:
-            last_key = self.num_common[:, None] + torch.arange(self.num_queries, device=self.num_common.device)
-            is_hidden = torch.arange(self.num_keys, device=last_key.device) > last_key[:, None, :, None]
-            bias = torch.zeros(is_hidden.shape, dtype=dtype, device=last_key.device)
-            self._biases[dtype] = bias.masked_fill_(is_hidden, -torch.inf)
-        return self._biases[dtype]
+        key = (like.dtype, window, num_sinks)
+        if key not in self._biases:
+            positions = torch.arange(self.num_queries, device=like.device).expand(self.num_seqs, -1)
+            if self.num_common is not None:
+                positions = positions + self.num_common[:, None]
+            last_key = positions.clamp(max=self.num_keys - 1)[:, None, :, None]  # else a padded query may see no key
+            keys = torch.arange(self.num_keys, device=like.device)
+            is_hidden = keys > last_key
+            if window is not None:
+                is_hidden |= keys <= last_key - window
+            bias = torch.zeros(is_hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
+                is_hidden, -torch.inf
+            )
+            self._biases[key] = pad(bias, (0, num_sinks)) if num_sinks else bias
+        return self._biases[key]
 
     @cached_property
-    def _biases(self) -> dict[torch.dtype, torch.Tensor]:
+    def _biases(self) -> dict[tuple[torch.dtype, int | None, int], torch.Tensor]:
         return {}
 
     def to(self, device: torch.device) -> Block:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from learners_common import make_branches, make_groups, make_policy
+import transformers
+from learners_common import VOCAB, make_branches, make_groups, make_policy
 from tensor_bytes import TensorBytes
 from transformers import AutoModelForCausalLM
 
@@ -30,11 +32,58 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_packed_equals_unpacked(tmp_path: Path, kv_heads: int, begins_alike: bool, checkpointing: bool) -> None:
     make_policy(tmp_path, kv_heads=kv_heads, tied=kv_heads != 4)
-    policy = PolicyModel(tmp_path, torch.float32, 0.7, gradient_checkpointing=checkpointing)
-    eager = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    trajectories = [t for group in make_groups(1) for t in group.trajectories]
+    assert_scored_as_alone(tmp_path, begins_alike, checkpointing)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Mistral": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "Gemma3": BOTH | {"query_pre_attn_scalar": 8},
+    "Cohere2": BOTH | {"logit_scale": 0.25},
+    "GptOss": BOTH | EXPERTS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # and sinks
+}
+
+
+@pytest.mark.parametrize("window", [1, 8, 40])
+@pytest.mark.parametrize("begins_alike", [False, True])
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_and_sinks_are_those_of_transformers(
+    tmp_path: Path, family: str, begins_alike: bool, window: int
+) -> None:
+    """Sequences are up to 120 tokens long; where they begin alike, a window reaches from a row into another's."""
+    torch.manual_seed(0)
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**(SIZES | WINDOWS[family]), sliding_window=window)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    model.save_pretrained(tmp_path)
+    assert_scored_as_alone(tmp_path, begins_alike, checkpointing=window == 8, max_run=30)
+
+
+def assert_scored_as_alone(policy_dir: Path, begins_alike: bool, checkpointing: bool, max_run: int = 9) -> None:
+    """A packed row has the log-probs, entropies and gradients of transformers' eager attention on each sequence."""
+    policy = PolicyModel(policy_dir, torch.float32, 0.7, gradient_checkpointing=checkpointing)
+    eager = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, attn_implementation="eager")
+    trajectories = [t for group in make_groups(1, max_run=max_run) for t in group.trajectories]
     if begins_alike:
-        trajectories[5:9] = make_branches(1)[:4]
+        trajectories[5:9] = make_branches(1, max_run=max_run)[:4]
     flat = flatten(trajectories)
     order = [3, 6, 8, 0, 12, 5, 7]
     micro_batch = pack(flat, order)
@@ -137,7 +186,7 @@ def plain_varlen(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """What ``varlen_attn`` documents, sequence by sequence, for a machine without its kernel."""
-    assert torch.equal(cu_seq_q, cu_seq_k) and window_size == (-1, 0)
+    assert torch.equal(cu_seq_q, cu_seq_k) and window_size[1] == 0
     edges = cu_seq_q.tolist()
     lengths = [end - start for start, end in pairwise(edges)]
     assert (max_q, max_k, edges[-1]) == (max(lengths), max(lengths), len(query))
@@ -148,6 +197,8 @@ def plain_varlen(
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) * (scale or q.shape[-1] ** -0.5)
         hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        if window_size[0] >= 0:  # keys before a query's own
+            hidden |= torch.ones_like(hidden).tril(-1 - window_size[0])
         outputs.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
     return torch.cat(outputs)
 
@@ -165,9 +216,9 @@ def test_flash_attention_asks_for_what_the_blocks_compute(
     num_tokens = layout.num_tokens if layout.shared is None else len(layout.shared.origin)
     query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, kv_heads, kv_heads))
     monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
-    for scaling in (None, 0.5):
-        flash = flash_attention(query, key, value, layout, scaling)
-        torch.testing.assert_close(flash, block_attention(query, key, value, layout, scaling))
+    for scaling, window in ((None, None), (0.5, None), (None, 1), (None, 3), (0.5, 50)):
+        flash = flash_attention(query, key, value, layout, scaling, window)
+        torch.testing.assert_close(flash, block_attention(query, key, value, layout, scaling, window))
 
 
 def test_torchs_kernel_takes_what_flash_attention_gives_it() -> None:

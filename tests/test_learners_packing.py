@@ -272,17 +272,20 @@ def test_a_row_on_a_device_selects_columns_of_the_host() -> None:
     assert len(tensors) > 10 and {tensor.device.type for tensor in tensors} == {"meta"}
 
 
-def test_a_query_of_a_block_attends_to_the_keys_up_to_its_own() -> None:
+@pytest.mark.parametrize(("window", "num_sinks"), [(None, 0), (5, 0), (1, 1), (100, 1)])
+def test_a_query_of_a_block_attends_to_the_keys_up_to_its_own(window: int | None, num_sinks: int) -> None:
     layout = pack(flatten(make_branches(0)), range(6)).layout
     (block, *_) = [block for block in layout.blocks if block.keys is not None]
-    bias = block.bias(torch.bfloat16)
-    assert bias is not None and bias is block.bias(torch.bfloat16), "made once for all layers"
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    bias = block.bias(like, window, num_sinks)
+    assert bias is not None and bias is block.bias(like, window, num_sinks), "made once for all layers"
     assert bias.dtype == torch.bfloat16 and set(bias.flatten().tolist()) <= {0.0, -math.inf}
     assert block.num_common is not None
     for row, num_common in enumerate(block.num_common.tolist()):
-        num_seen = [min(num_common + at + 1, block.num_keys) for at in range(block.num_queries)]
+        num_before = [min(num_common + at + 1, block.num_keys) for at in range(block.num_queries)]
+        num_seen = [min(window or count, count) + num_sinks for count in num_before]
         assert (bias[row, 0] == 0).sum(-1).tolist() == num_seen
-    assert layout.blocks[0].bias(torch.bfloat16) is None, "the first one is whole, and attention causal"
+    assert layout.blocks[0].bias(like) is None, "the first one is whole, and attention causal"
 
 
 def test_a_trajectory_without_prompt_is_refused() -> None:

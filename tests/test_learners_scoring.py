@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from learners_common import VOCAB, make_branches, make_groups, make_policy, make_trajectory
-from transformers import (
-    AutoModelForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
-from ragr1_actors.core.errors import ConfigError, LearnerError
+from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import TokenKind
 
 pytestmark = pytest.mark.engine
@@ -40,23 +35,49 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def test_a_sliding_window_shorter_than_a_trajectory_is_refused(tmp_path: Path) -> None:
+LOGITS = {
+    "Cohere": {"logit_scale": 0.0625},
+    "Granite": {"logits_scaling": 8.0},
+    "HyperCLOVAX": {"logits_scaling": 0.125},
+    "FalconH1": {"lm_head_multiplier": 0.25, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+    "MiniCPM3": {
+        "dim_model_base": 16,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("family", LOGITS)
+def test_a_factor_of_logits_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     torch.manual_seed(0)
-    batch = pack(flatten([t for group in make_groups(0) for t in group.trajectories]), range(4))
-    for window, is_refused in ((batch.layout.max_len, False), (batch.layout.max_len - 1, True)):
-        config = MistralConfig(**SIZES, sliding_window=window)
-        folder = save(MistralForCausalLM(config), tmp_path / f"window{window}")
-        policy = PolicyModel(folder, torch.float32, 1.0, False)
-        if is_refused:
-            with pytest.raises(LearnerError, match="sliding window shorter than a trajectory"):
-                policy(batch)
-        else:
-            policy(batch)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | LOGITS[family]), initializer_range=0.2)
+    folder = save(getattr(transformers, f"{family}ForCausalLM")(config), tmp_path)
+    trajectory = make_groups(0)[0].trajectories[0]
+    ids = torch.from_numpy(trajectory.token_ids).long()
+    at = torch.from_numpy(np.flatnonzero(trajectory.kinds == TokenKind.MODEL))
+    with torch.no_grad():
+        found = PolicyModel(folder, torch.float32, 0.7)(pack(flatten([trajectory]), [0]))
+        logits = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(ids[None]).logits[0]
+    torch.testing.assert_close(found.logprobs, (logits / 0.7).log_softmax(-1)[at - 1, ids[at]], atol=1e-4, rtol=0)
+    assert found.logprobs.std() > 0.05
 
 
-def test_logits_that_are_changed_behind_the_head_are_refused(tmp_path: Path) -> None:
-    folder = save(GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)), tmp_path)
-    with pytest.raises(ConfigError, match=r"changes its logits by logits_scaling=8\.0"):
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("Gemma2", {"head_dim": 8}, "changes its logits by final_logit_softcapping=30"),
+        ("RecurrentGemma", {"lru_width": 32}, "changes its logits by logits_soft_cap=30"),
+        ("Llama4", {"head_dim": 8, "num_local_experts": 2}, "has chunked_attention"),
+    ],
+)
+def test_what_the_learner_lacks_is_refused(tmp_path: Path, family: str, settings: dict[str, Any], message: str) -> None:
+    text = "Text" if family == "Llama4" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**SIZES, **settings)
+    folder = save(getattr(transformers, f"{family}ForCausalLM")(config), tmp_path)
+    with pytest.raises(ConfigError, match=message):
         PolicyModel(folder, torch.float32, 1.0, False)
 
 

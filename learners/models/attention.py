@@ -18,7 +18,8 @@ token. In blocks, the queries of a sequence are its own tokens in the row, and i
     queries, keys   a b c d, a b c d;   e, a b e
 
 Flash attention takes whole sequences: queries, too, are copied before it, and the tokens of the row are taken from its
-output.
+output. A sliding window is an argument of it, and a bias of the blocks; it counts positions in a sequence, not in the
+row. Attention sinks (a logit per head in the softmax's denominator, arXiv:2508.10925) need the blocks.
 
 No tensor of size T x T exists: transformers builds no mask for an attention function without a mask function.
 
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from learners.packing import Block, PackedLayout
 from ragr1_actors.core.errors import LearnerError
@@ -42,6 +43,8 @@ from ragr1_actors.core.models.huggingface import AttentionInterface
 
 PACKED_ATTENTION = "ragr1_packed"
 """Name of the ``attn_implementation`` with which transformers calls ``packed_attention``."""
+_SINK_WIDTH = 8
+"""Number of dimensions that sinks add to heads; kernels of GPUs take multiples of 8."""
 
 
 def packed_attention(
@@ -60,22 +63,22 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Apply causal attention within every sequence of the row; return ``[1, T, H, D]`` as transformers expects.
 
-    The model's attention dropout is ignored: the tokens were sampled without it.
+    ``sliding_window`` and ``s_aux``, the sinks, are this layer's. The model's attention dropout is ignored: the tokens
+    were sampled without it.
 
     Raises:
-        LearnerError: the model needs another attention: a short sliding window, soft caps or sinks.
+        LearnerError: the model needs soft caps.
     """
-    if softcap or s_aux is not None or (sliding_window and packing.max_len > sliding_window):
-        raise LearnerError(
-            "policy.model: its attention has a sliding window shorter than a trajectory, soft caps or sinks; expected "
-            "plain causal attention; take another model"
-        )
+    if softcap:
+        raise LearnerError("policy.model: its attention has soft caps, which the learner lacks; take another model")
     assert attention_mask is None, "a packed row has no mask: the layout holds the ends of the sequences"
     parts_THD = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if takes_rows(query.device, query.dtype):
-        return flash_attention(*parts_THD, packing, scaling).unsqueeze(0), None
+    window = sliding_window or None
+    if s_aux is None and takes_rows(query.device, query.dtype):
+        return flash_attention(*parts_THD, packing, scaling, window).unsqueeze(0), None
     # a module in training mode is computed again in the backward pass, so nothing of it is kept
-    return block_attention(*parts_THD, packing, scaling, keeps_small=not module.training).unsqueeze(0), None
+    output_THD = block_attention(*parts_THD, packing, scaling, window, s_aux, keeps_small=not module.training)
+    return output_THD.unsqueeze(0), None
 
 
 def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -97,6 +100,7 @@ def flash_attention(
     value_THD: torch.Tensor,
     packing: PackedLayout,
     scaling: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Run flash attention over the boundaries of the sequences: one kernel per layer, no padding; ``[T, H, D]``."""
     shared = packing.shared
@@ -113,7 +117,7 @@ def flash_attention(
         packing.max_len,
         packing.max_len,
         scale=scaling,
-        window_size=(-1, 0),  # causal
+        window_size=(window - 1 if window else -1, 0),  # keys before and behind a query's; causal
         enable_gqa=key_THD.shape[1] != query_THD.shape[1],
     )
     return output_THD if shared is None else output_THD.index_select(0, shared.origin)
@@ -125,12 +129,16 @@ def block_attention(
     value_THD: torch.Tensor,
     packing: PackedLayout,
     scaling: float | None = None,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
     *,
     keeps_small: bool = True,
 ) -> torch.Tensor:
     """Run attention block by block, on any device and in any dtype; ``[T, H, D]``.
 
-    With ``keeps_small`` the backward pass copies keys and values again, and repeats them for the heads of a group.
+    A query sees the last ``window`` keys of its sequence, its own included. ``sinks_H`` are further terms of the
+    softmax's denominator, as logits. With ``keeps_small`` the backward pass copies keys and values again, and repeats
+    them for the heads of a group; not with sinks.
     """
     groups = query_THD.shape[1] // key_THD.shape[1]
     outputs = []
@@ -138,7 +146,10 @@ def block_attention(
         query_SHLD = _spread(query_THD, block)
         key_SHLD, value_SHLD = (_copies(packed_THD, block, groups) for packed_THD in (key_THD, value_THD))
         copied = ((key_THD, key_SHLD), (value_THD, value_SHLD)) if groups > 1 or block.keys is not None else ()
-        bias = block.bias(query_THD.dtype)
+        bias = block.bias(query_THD, window, num_sinks=sinks_H is not None)
+        if sinks_H is not None:
+            scaling = scaling or query_THD.shape[-1] ** -0.5
+            query_SHLD, key_SHLD, value_SHLD = _with_sinks(query_SHLD, key_SHLD, value_SHLD, sinks_H / scaling)
         with _keeping(copied, block, groups) if keeps_small and copied else nullcontext():
             output_SHLD = scaled_dot_product_attention(
                 query_SHLD,
@@ -148,9 +159,23 @@ def block_attention(
                 is_causal=bias is None,
                 scale=scaling,
             )
-        flat = output_SHLD.transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
+        flat = output_SHLD[..., : value_THD.shape[-1]].transpose(1, 2).flatten(0, 1)  # [S * L, H, D]
         outputs.append(flat if block.slots is None else flat.index_select(0, block.slots))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _with_sinks(
+    query_SHLD: torch.Tensor, key_SHLD: torch.Tensor, value_SHLD: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Append a key to every head whose product with each query is its sink, and whose value is 0.
+
+    The product takes ``_SINK_WIDTH`` more dimensions, which are 0 in the other keys.
+    """
+    queries = pad(query_SHLD, (0, _SINK_WIDTH), value=1.0)
+    shares_H1 = (sinks_H.to(key_SHLD.dtype) / _SINK_WIDTH)[:, None, None].expand(len(key_SHLD), -1, 1, _SINK_WIDTH)
+    sink_SH1D = pad(shares_H1, (key_SHLD.shape[-1], 0))
+    keys = torch.cat((pad(key_SHLD, (0, _SINK_WIDTH)), sink_SH1D), dim=2)
+    return queries, keys, pad(value_SHLD, (0, _SINK_WIDTH, 0, 1))
 
 
 def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, groups: int) -> saved_tensors_hooks:

@@ -27,6 +27,9 @@ from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import ADVICE, LOAD_ERRORS, check_files
 from ragr1_actors.core.models.process_memory import limit_kernel_caches
 
+_CHANGED_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
+"""Names in configurations of what a model does to its logits that is not one factor, or not one that is known here."""
+
 
 class TokenOutputs(NamedTuple):
     """Scores of a policy per MODEL token, in float32."""
@@ -50,7 +53,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code)
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
-        self.temperature = temperature
+        self.temperature = temperature / logit_factor(self.model.config.get_text_config())
 
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens of a packed row."""
@@ -113,13 +116,7 @@ def load_causal_lm(
     finally:
         if show_progress:
             logging.enable_progress_bar()
-    text_config = model.config.get_text_config().to_dict()
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if text_config.get(name) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"policy.model: {policy_dir} changes its logits by {name}={text_config[name]}, which the learner does "
-                "not support; take a model without it"
-            )
+    _check_supported(policy_dir, model.config.get_text_config().to_dict())
     model.eval()
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -128,6 +125,29 @@ def load_causal_lm(
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
     return model
+
+
+def _check_supported(policy_dir: Path, text_config: dict[str, Any]) -> None:
+    for name in _CHANGED_LOGITS:
+        if text_config.get(name) not in (None, 1, 1.0):
+            raise ConfigError(
+                f"policy.model: {policy_dir} changes its logits by {name}={text_config[name]}, which the learner does "
+                "not support; take a model without it"
+            )
+    if "chunked_attention" in (text_config.get("layer_types") or ()):
+        raise ConfigError(
+            f"policy.model: {policy_dir} has chunked_attention, which the learner lacks; take a model without it"
+        )
+
+
+def logit_factor(config: Any) -> float:
+    """Return the number by which a model multiplies what its head returns: 1 / 16 for Command R, 1 / 8 for Granite."""
+    values = config.to_dict()
+    factor = float((values.get("logit_scale") or 1.0) * (values.get("lm_head_multiplier") or 1.0))
+    width = int(config.hidden_size)
+    factor *= (values.get("dim_model_base") or width) / width  # MiniCPM divides hidden states
+    scaling = float(values.get("logits_scaling") or 1.0)
+    return factor * scaling if config.model_type == "hyperclovax" else factor / scaling  # the others divide
 
 
 def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:

@@ -19,19 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from ragr1_actors.core.models.huggingface import (
     AttentionInterface,
     AttentionMaskInterface,
-    PreTrainedModel,
     sdpa_attention_forward,
     sdpa_mask,
 )
 
 GROUPED_ATTENTION = "ragr1_grouped"
 """Name of the ``attn_implementation`` with which transformers calls ``grouped_attention``."""
-
-
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model attend with ``grouped_attention`` if transformers chose ``sdpa`` for it."""
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(GROUPED_ATTENTION)
 
 
 def grouped_attention(
@@ -42,10 +35,17 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,  # [n, 1, new, length]
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend like transformers' ``sdpa``, up to rounding; return ``[n, new, heads, D_value]``."""
+    """Attend like transformers' ``sdpa``, up to rounding; return ``[n, new, heads, D_value]``.
+
+    The mask of the engine shows a query all tokens up to its own, so the window of this layer is laid over it.
+    """
     num_rows, num_heads, num_new, _ = query.shape
+    if sliding_window and attention_mask is not None and sliding_window < key.shape[2]:
+        first = attention_mask.sum(-1, keepdim=True) - sliding_window
+        attention_mask = attention_mask & (torch.arange(key.shape[2], device=key.device) >= first)
     num_kv_heads = key.shape[1]
     is_plain = attention_mask is not None and attention_mask.shape[1] == 1 and options.get("position_bias") is None
     if num_heads == num_kv_heads or not is_plain:

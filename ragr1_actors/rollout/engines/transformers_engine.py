@@ -30,7 +30,7 @@ from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase
 from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
 from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
-from ragr1_actors.rollout.engines.grouped_attention import use_grouped_attention
+from ragr1_actors.rollout.engines.grouped_attention import GROUPED_ATTENTION
 
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""
@@ -55,7 +55,12 @@ class TransformersEngine:
                 f"the layers of {type(model).__name__} keep a state beside keys and values, which the transformers "
                 "engine cannot hold per trajectory; set env_runners.engine to vllm"
             )
-        use_grouped_attention(model)
+        if model.config._attn_implementation != "sdpa":  # its own attention takes no mask of booleans
+            raise EngineError(
+                f"{type(model).__name__} cannot attend by torch's scaled_dot_product_attention, which the transformers "
+                "engine needs; set env_runners.engine to vllm"
+            )
+        model.set_attn_implementation(GROUPED_ATTENTION)
         self.model: PreTrainedModel = model.to(settings.device).eval()
         self.version = settings.version
         """Policy version of the weights in ``model``; during an update, of the weights before it."""
