@@ -48,7 +48,7 @@ from learners.losses import TokenLoss, propagate_not_finite
 from learners.meter import Meter
 from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
-from learners.models.row_check import mixing_layer
+from learners.models.row_check import check_rows
 from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
 from learners.options import LearnerOptions, read_options
 from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, assign_micro_batches, bundle, pack
@@ -99,6 +99,8 @@ class Learner(ABC):
         """Values per token of the newest update, in ``LEARNED_SCHEMA``; on rank 0, if trajectories are kept."""
         self.row_tokens = config.learners.row_tokens
         """Token budget of a row; a longer sequence gets a row alone, and with 1 every sequence does."""
+        self.shares_tokens = True
+        """Whether a row holds the common beginning of its sequences once."""
         self.lora = config.learners.lora
         self._sends_adapters = self.lora is not None and config.env_runners.engine in RECEIVING_ENGINES
         self._reference: FrozenModule | None = None
@@ -183,7 +185,7 @@ class Learner(ABC):
 
     def _check_rows(self, model: Any) -> None:
         """Put every sequence into a separate row if a layer of the policy mixes the sequences of a row."""
-        layer = mixing_layer(
+        layer, self.shares_tokens = check_rows(
             self.policy_logprobs,
             model.get_decoder(),
             model.get_input_embeddings().num_embeddings,
@@ -350,9 +352,11 @@ class Learner(ABC):
 
     def local_micro_batches(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
-        bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens)
+        shares_tokens = self.shares_tokens
+        bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens, shares=shares_tokens)
         shares = assign_micro_batches(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
-        return [pack(flat, share, self.row_tokens).to(self.device) for share in shares[self.rank]]
+        rows = (pack(flat, share, self.row_tokens, shares=shares_tokens) for share in shares[self.rank])
+        return [row.to(self.device) for row in rows]
 
     def score(
         self,

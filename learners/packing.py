@@ -281,8 +281,12 @@ def _is_trained(kinds: NDArray[np.uint8], trained: list[TokenKind]) -> NDArray[n
     return np.isin(kinds, trained)
 
 
-def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_tokens: int) -> list[Bundle]:
+def bundle(
+    flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_tokens: int, *, shares: bool = True
+) -> list[Bundle]:
     """Bundle the sequences ``indices`` that begin alike; the size of a bundle is at most ``max_tokens``.
+
+    Without ``shares``, each is in a bundle alone, and ``pack`` holds it whole.
 
     Sorted by their tokens, every sequence is next to the one with which it shares the longest beginning. With groups of
     eight, .47 of the tokens are computed on 2WikiMultihopQA, and .19 in the generated world (SmolLM2-135M, ``python -m
@@ -296,7 +300,7 @@ def bundle(flat: FlatTrajectories, indices: Sequence[int], num_ranks: int, max_t
     for index, common in _num_common(flat, indices).items():
         length = lengths[index]
         size = length - common + _COPIED * common
-        if common >= MIN_SHARED * length and bundles[-1].size + size <= limit:
+        if shares and common >= MIN_SHARED * length and bundles[-1].size + size <= limit:
             last = bundles[-1]
             bundles[-1] = Bundle((*last.members, index), last.num_computed + length - common, last.size + size)
         else:
@@ -379,17 +383,19 @@ def _first_fit(sizes: Sequence[float], share: Sequence[int], max_tokens: int) ->
     return micro_batches
 
 
-def pack(flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = math.inf) -> MicroBatch:
+def pack(
+    flat: FlatTrajectories, indices: Sequence[int], max_tokens: float = math.inf, *, shares: bool = True
+) -> MicroBatch:
     """Pack the sequences ``indices`` into one row; without any, return a dummy of weight 0.
 
     The row has the sequences in the order of ``indices`` if it holds them whole, else by the number of their own tokens
-    in it. It holds them whole if they have less than ``MIN_SHARED`` in common and fit into ``max_tokens``: bundles are
-    planned as if every common beginning were computed once.
+    in it. It holds them whole without ``shares``, or if they have less than ``MIN_SHARED`` in common and fit into
+    ``max_tokens``: bundles are planned as if every common beginning were computed once.
     """
     chosen = list(indices) if len(indices) else [int(np.diff(flat.offsets).argmin())]
     num_common, lengths_N = _num_common(flat, chosen), flat.lengths
     num_tokens = sum(lengths_N[index] for index in chosen)
-    if num_tokens <= max_tokens and sum(num_common.values()) < MIN_SHARED * num_tokens:
+    if not shares or (num_tokens <= max_tokens and sum(num_common.values()) < MIN_SHARED * num_tokens):
         num_common = dict.fromkeys(chosen, 0)
     else:
         chosen.sort(key=lambda index: (num_common[index] - lengths_N[index], -lengths_N[index], index))

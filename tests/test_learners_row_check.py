@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections.abc import Sequence
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from learners_common import VOCAB, make_config, make_groups, own_logprobs
+from learners_common import VOCAB, make_branches, make_config, make_groups, own_logprobs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.models.row_check import mixing_layer
+from learners.models.row_check import check_rows
 from learners.models.scoring import PolicyModel
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
@@ -106,17 +107,57 @@ def test_every_family_is_scored_and_trained_as_alone(
         assert re.match(f"policy.model: {layer}.* mixes the sequences of a packed row", warning)
 
 
+@pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2"])
+def test_a_kernel_that_takes_the_ends_of_sequences_gets_them_and_whole_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """The kernels need a GPU. What they document is done by transformers' own functions, sequence by sequence."""
+    folder = save(tmp_path, family, **(SIZES | MIXING[family][0]))
+    branches = make_branches(0)
+    groups = [*make_groups(0, num_groups=2), TrajectoryGroup(branches[0].task, tuple(branches))]
+    expected = torch.cat(alone(folder, groups))
+    module = importlib.import_module(f"transformers.models.{family.lower()}.modeling_{family.lower()}")
+    conv = module.causal_conv1d_fn
+
+    def causal_conv1d(row: torch.Tensor, *args: Any, seq_idx: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        parts = [row] if seq_idx is None else row.split(seq_idx[0].bincount().tolist(), dim=-1)
+        return torch.cat([conv(part, *args, **kwargs) for part in parts], dim=-1)
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", causal_conv1d)
+    if family == "Qwen3_5":
+        rule = module.torch_chunk_gated_delta_rule
+
+        def delta_rule(
+            *row: torch.Tensor,
+            g: torch.Tensor,
+            beta: torch.Tensor,
+            cu_seqlens: torch.Tensor | None,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, None]:
+            lengths = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
+            parts = zip(*(x.split(lengths, dim=1) for x in (*row, g, beta)), strict=True)
+            found = [rule(q, k, v, g=decay, beta=rate, **kwargs)[0] for q, k, v, decay, rate in parts]
+            return torch.cat(found, dim=1), None
+
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", delta_rule)
+    learner = built(folder)
+    assert (learner.row_tokens > 1, learner.shares_tokens) == (True, False)
+    torch.testing.assert_close(own_logprobs(learner, groups), expected, atol=2e-4, rtol=0)
+    assert learner.update(groups)["grad_norm"] > 0
+
+
 @pytest.mark.parametrize(("family", "mixes"), [("Qwen3", False), ("Qwen3_5", True), ("Lfm2", True)])
 def test_in_half_precision_rounding_is_told_from_mixing(tmp_path: Path, family: str, mixes: bool) -> None:
     settings = SHARING[family] if family in SHARING else MIXING[family][0]
     policy = PolicyModel(save(tmp_path, family, **(SIZES | settings)), torch.bfloat16, 1.0)
 
     def score(row: MicroBatch) -> torch.Tensor:
-        rounding = 0.03 * torch.randn(len(row.target_ids), generator=torch.Generator().manual_seed(row.num_tokens))
+        rounding = 0.03 * torch.randn(len(row.column_index), generator=torch.Generator().manual_seed(row.num_tokens))
         return policy(row).logprobs + rounding  # a GPU takes another kernel for another length
 
     backbone = policy.model.get_decoder()
-    assert bool(mixing_layer(score, backbone, VOCAB, torch.bfloat16, torch.device("cpu"), 256)) == mixes
+    found = check_rows(score, backbone, VOCAB, torch.bfloat16, torch.device("cpu"), 256)
+    assert (bool(found.layer), found.shares) == (mixes, not mixes)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ sequences are scored::
     alone        [ a a a ]   [ b b b ]
     packed       [ a a a   b b b ]      b differs: a layer mixes sequences; they need a row each
     followed     [ a a a   c c c ]      a differs, with c at the last positions: no row gives the right scores
+    shared       [ a a a   d ]          a a d differs: a layer takes the row in order; every sequence is whole in it
 
 Notation: T tokens of a row, H tokens of one sequence.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,12 +37,21 @@ Score = Callable[[MicroBatch], torch.Tensor]
 """Function that returns the log-probs of the MODEL tokens of a row, ``[M]``."""
 
 
-def mixing_layer(
-    score: Score, backbone: Any, vocab_size: int, dtype: torch.dtype, device: torch.device, max_length: int
-) -> str:
-    """Return the first layer through which sequences of a packed row reach each other, or an empty string.
+class RowCheck(NamedTuple):
+    """What a packed row of a model may hold."""
 
-    ``max_length`` is the longest trajectory's. All ranks call together: five or six passes of at most 48 tokens.
+    layer: str
+    """First layer through which sequences of a row reach each other; empty if none does."""
+    shares: bool
+    """Whether sequences have the right scores if the row holds their common beginning once."""
+
+
+def check_rows(
+    score: Score, backbone: Any, vocab_size: int, dtype: torch.dtype, device: torch.device, max_length: int
+) -> RowCheck:
+    """Find out whether the sequences of a row are scored as alone.
+
+    ``max_length`` is the longest trajectory's. All ranks call together: five to seven passes of at most 48 tokens.
 
     Raises:
         ConfigError: the scores of a sequence depend on what follows it; the message names the layer.
@@ -78,10 +88,16 @@ def mixing_layer(
             "the length before scaling"
         )
     rounding = gap(packed[:count], run(first)[0])
-    if gap(packed[count:], run(second)[0]) <= max(limit, _ROUNDING_FACTOR * rounding):
-        return ""
-    _, other_outputs = run(other, second)
-    return _first_gap(outputs, other_outputs, tail)
+    limit = max(limit, _ROUNDING_FACTOR * rounding)
+    if gap(packed[count:], run(second)[0]) > limit:
+        _, other_outputs = run(other, second)
+        return RowCheck(_first_gap(outputs, other_outputs, tail), shares=False)
+    branch = np.concatenate([first[: _LENGTH // 2], other[_LENGTH // 2 :]])
+    row = _row((first, branch))
+    assert row.layout.shared is not None
+    scores = torch.empty(2 * count)
+    scores[row.column_index] = run(first, branch)[0].cpu()
+    return RowCheck("", shares=gap(scores[count:], run(branch)[0].cpu()) <= limit)
 
 
 def _row(sequences: Sequence[NDArray[np.int64]]) -> MicroBatch:

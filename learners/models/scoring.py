@@ -151,12 +151,22 @@ def logit_factor(config: Any) -> float:
 
 
 def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Run the backbone over a packed row and return ``[T, C]``."""
+    """Run the backbone over a packed row and return ``[T, C]``.
+
+    Kernels of recurrent layers and convolutions take the sequences of the row as ``cu_seq_lens_q`` or ``seq_idx``.
+    """
+    layout, numbers = batch.layout, None
+    if layout.shared is None:
+        lengths = layout.boundaries.diff()
+        numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
+        numbers = numbers.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(0)
     output = backbone(
         input_ids=batch.token_ids.unsqueeze(0),
         position_ids=batch.position_ids.unsqueeze(0),
         use_cache=False,
-        packing=batch.layout.for_one_pass(),
+        packing=layout.for_one_pass(),
+        cu_seq_lens_q=layout.boundaries if layout.shared is None else None,
+        seq_idx=numbers,
     )
     hidden_TC: torch.Tensor = output.last_hidden_state[0]
     return hidden_TC
