@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.learner import head_memory, sides
+from benchmarks.learner import bare_loop, head_memory, sides
 from benchmarks.learner import ratios as learner
-from benchmarks.learner.shapes import make_shape, write_policy
+from benchmarks.learner.shapes import SMALL, make_shape, write_policy
 from benchmarks.measurement import Repeats
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.config import RunConfig
@@ -165,3 +165,24 @@ def test_the_head_in_chunks_takes_less_than_whole_logits(tmp_path: Path) -> None
     assert ours < whole / 1.5
     with pytest.raises(RuntimeError, match=r"ended with 1: (.|\n)*no_such"):
         head_memory.measure_side("no_such", policy_dir, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bare_loop_learns_from_the_rows_that_a_learner_makes(tmp_path: Path, dtype: str) -> None:
+    policy_dir = write_policy(tmp_path, SHAPE)
+    groups = bare_loop.draw(policy_dir)
+    rows = sides.packed_rows(sides.members(groups), 1, bare_loop.MICRO_BATCH_TOKENS, 0.0)
+    assert sides.num_tokens(rows) == sum(t.num_tokens for t in sides.members(groups))
+    loop = bare_loop.BareLoop(policy_dir, dtype)
+    before = [parameter.clone() for parameter in loop.masters]
+    assert loop.clock(rows, groups) > 0
+    assert all(not torch.equal(old, new) for old, new in zip(before, loop.masters, strict=True))
+    (found,) = learner.run("vs_bare_fp32", 1, quick=True)
+    assert found.repeats == 1 and found.ratio > 0
+
+
+@pytest.mark.slow
+def test_a_lean_update_needs_less_memory(tmp_path: Path) -> None:
+    policy_dir = write_policy(tmp_path, SMALL)
+    ours, lean = (bare_loop.measure_memory(side, policy_dir, "float32") for side in ("ours", "lean"))
+    assert lean < ours

@@ -156,8 +156,8 @@ def test_in_half_precision_rounding_is_told_from_mixing(tmp_path: Path, family: 
         return policy(row).logprobs + rounding  # a GPU takes another kernel for another length
 
     backbone = policy.model.get_decoder()
-    found = check_rows(score, backbone, VOCAB, torch.bfloat16, torch.device("cpu"), 256)
-    assert (bool(found.layer), found.shares) == (mixes, not mixes)
+    layer, shares = check_rows(score, backbone, VOCAB, torch.bfloat16, torch.device("cpu"), 256)
+    assert (bool(layer), shares) == (mixes, not mixes)
 
 
 @pytest.mark.parametrize(

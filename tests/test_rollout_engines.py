@@ -20,10 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2ForCausalLM,
 )
@@ -260,30 +256,9 @@ def grouped_dir(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.fixture(scope="module")
-def windows_dir(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer of ``policy_dir``, and a model of which every second layer sees the last eight tokens."""
-    folder = tmp_path_factory.mktemp("windows") / "policy"
-    shutil.copytree(policy_dir, folder)
-    torch.manual_seed(0)
-    types = ["sliding_attention", "full_attention"] * 2
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Gemma3TextConfig(
-        **sizes, vocab_size=400, num_hidden_layers=4, head_dim=8, sliding_window=8, layer_types=types
-    )
-    Gemma3ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("policy", "max_rows", "temperature"),
-    [
-        ("policy_dir", 64, 1.0),
-        ("policy_dir", 3, 0.7),
-        ("grouped_dir", 64, 1.0),
-        ("grouped_dir", 3, 0.7),
-        ("windows_dir", 3, 1.0),
-    ],
+    [("policy_dir", 64, 1.0), ("policy_dir", 3, 0.7), ("grouped_dir", 64, 1.0), ("grouped_dir", 3, 0.7)],
 )
 @pytest.mark.engine
 async def test_logprobs_are_the_models_own_in_any_batch_and_with_any_cache(
@@ -300,16 +275,6 @@ async def test_logprobs_are_the_models_own_in_any_batch_and_with_any_cache(
             assert completion.logprobs == pytest.approx(expected, abs=1e-4)
             assert completion.policy_versions == [1] * len(completion.token_ids)
             assert completion.text == tokenizer.decode(completion.token_ids)
-
-
-@pytest.mark.engine
-def test_attention_with_sinks_is_refused(policy_dir: Path, tokenizer: PolicyTokenizer, tmp_path: Path) -> None:
-    shutil.copytree(policy_dir, tmp_path, dirs_exist_ok=True)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = GptOssConfig(**sizes, vocab_size=400, num_hidden_layers=2, head_dim=8, num_local_experts=2)
-    GptOssForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match=r"scaled_dot_product_attention.*set env_runners\.engine to vllm"):
-        make_engine(tmp_path, tokenizer)
 
 
 @pytest.mark.engine

@@ -53,7 +53,7 @@ def _ours(policy_dir: Path, num_tokens: int) -> None:
         weight=1.0,
     )
     policy = PolicyModel(policy_dir, torch.float32, 1.0, gradient_checkpointing=False)
-    before = _memory("VmRSS")
+    before = memory_bytes("VmRSS")
     policy(batch).logprobs.sum().backward()
     _report(before)
 
@@ -66,7 +66,7 @@ def _whole(policy_dir: Path, num_tokens: int) -> None:
     length = num_tokens // NUM_SEQUENCES
     ids = torch.randint(0, 1000, (NUM_SEQUENCES, length), generator=torch.Generator().manual_seed(0))
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, attn_implementation="sdpa")
-    before = _memory("VmRSS")
+    before = memory_bytes("VmRSS")
     logits = model(ids, use_cache=False).logits.flatten(0, 1)
     targets = torch.cat([ids[:, 1:], torch.full((NUM_SEQUENCES, 1), -100)], dim=1).flatten()
     loss = cross_entropy(logits, targets, reduction="none")
@@ -75,7 +75,7 @@ def _whole(policy_dir: Path, num_tokens: int) -> None:
     _report(before)
 
 
-def _memory(name: str) -> int:
+def memory_bytes(name: str) -> int:
     """Bytes of ``VmRSS``, what is held now, or ``VmHWM``, the most that was.
 
     Not ``ru_maxrss``, which a child of Linux takes over from its parent.
@@ -87,7 +87,7 @@ def _memory(name: str) -> int:
 
 
 def _report(before: int) -> None:
-    print(_memory("VmHWM") - before)
+    print(memory_bytes("VmHWM") - before)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,10 @@ vs_padded         useful tokens/s of an update ÷ padded to the longest of the b
 vs_padded_micro   the same ÷ padded to the longest of each micro-batch
 vs_whole          useful tokens/s of an update ÷ the same where no token is computed once for several trajectories
 peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 150,000      >= 3
+vs_bare_fp32      tokens/s of an update of SmolLM2-135M ÷ a bare loop of torch, same rows >= 0.9
+vs_bare_bf16      the same in bf16                                                        >= 0.9
+update_memory     peak of it in float32 ÷ weights, gradients and moments                  <= 1.3
+lean_memory       the same with gradient checkpointing at ZeRO stage 0                    <= 1.3
 ================= ======================================================================= =======
 
 ``benchmarks/learner/sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths
@@ -30,7 +34,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,8 +42,8 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.learner import head_memory, sides
-from benchmarks.learner.shapes import make_shape, write_policy
+from benchmarks.learner import bare_loop, head_memory, sides
+from benchmarks.learner.shapes import SMALL, SMOLLM2, make_shape, write_policy
 from benchmarks.measurement import HIGHER, LOWER, Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from learners.algorithms.grpo import GRPOLearner
 from ragr1_actors.core.schema import groups_to_record_batch
@@ -61,6 +65,10 @@ GOALS: dict[str, Goal] = {
     "vs_padded_micro": HIGHER,
     "vs_whole": HIGHER,
     "peak_memory": Goal(3, at_least=True),
+    "vs_bare_fp32": Goal(0.9, at_least=True),
+    "vs_bare_bf16": Goal(0.9, at_least=True),
+    "update_memory": Goal(1.3, at_least=False),
+    "lean_memory": Goal(1.3, at_least=False),
 }
 UNITS = {
     "padding_waste": "tokens of dummies, computed",
@@ -75,10 +83,16 @@ UNITS = {
     "vs_padded_micro": "useful tokens/s, lengths 50-2,000",
     "vs_whole": "useful tokens/s, groups of 8 that leave one trajectory at a token anywhere",
     "peak_memory": "bytes",
+    "vs_bare_fp32": "tokens/s, SmolLM2-135M",
+    "vs_bare_bf16": "tokens/s, SmolLM2-135M",
+    "update_memory": "bytes, SmolLM2-135M",
+    "lean_memory": "bytes, SmolLM2-135M",
 }
 METRICS = tuple(GOALS)
 NUM_RANKS = {"padding_waste": 1, "padding_waste_2": 2, "padding_waste_8": 8}
 _UPDATES = {"vs_padded", "vs_padded_micro"}
+_BARE = {"vs_bare_fp32": "float32", "vs_bare_bf16": "bfloat16"}
+_STATES = {"update_memory": "ours", "lean_memory": "lean"}
 
 SHORTEST, LONGEST, MICRO_BATCH_TOKENS = 200, 8000, 16384
 PAIR_COST = 1 / 30_500
@@ -108,7 +122,7 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     """
     wanted, times = choose(only, METRICS), Repeats(repeats or (1 if quick else None))
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
-        for part in (plans, records, updates, memory):
+        for part in (plans, records, updates, memory, bare, states):
             for metric, samples in part(Path(directory), wanted, times, quick).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, UNITS[metric], GOALS[metric])
@@ -204,3 +218,46 @@ def memory(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> 
     policy_dir = write_policy(directory / "head", shape)
     ours, whole = (head_memory.measure_side(side, policy_dir, num_tokens) for side in ("ours", "whole"))
     return {"peak_memory": [Sample(whole / ours, ours, whole)]}
+
+
+def bare(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
+    """Updates of our learner and of a bare loop, in turns."""
+    found: Samples = {}
+    for metric, dtype in _BARE.items():
+        if metric in wanted and (policy_dir := _smollm2(directory, metric, quick)):
+            groups = bare_loop.draw(policy_dir)
+            tokens = sum(trajectory.num_tokens for trajectory in sides.members(groups))
+            made = [bare_loop.make_side(side, policy_dir, dtype, groups) for side in ("ours", "bare")]
+            for update in made:
+                update()
+            found[metric] = []
+            for _ in repeats:
+                found[metric].append(quotient(*(tokens / _clocked(metric, update) for update in made)))
+    return found
+
+
+def states(directory: Path, wanted: set[str], repeats: Repeats, quick: bool) -> Samples:
+    """The memory of an update, once, each side in a new process."""
+    found: Samples = {}
+    for metric, side in _STATES.items():
+        if metric in wanted and (policy_dir := _smollm2(directory, metric, quick)):
+            reached = bare_loop.measure_memory(side, policy_dir, "float32")
+            found[metric] = [quotient(reached, bare_loop.state_bytes(policy_dir, "float32"))]
+    return found
+
+
+def _smollm2(directory: Path, metric: str, quick: bool) -> Path | None:
+    """The folder of SmolLM2, with ``quick`` of a small model; None, with a line that says so, where it is missing."""
+    if quick:
+        return write_policy(directory / metric, SMALL)
+    if SMOLLM2.is_dir():
+        return SMOLLM2
+    log(f"{metric} skipped: {SMOLLM2} is missing; python -m benchmarks.real.models makes it")
+    return None
+
+
+def _clocked(metric: str, update: Callable[[], float]) -> float:
+    before = time.process_time()
+    seconds = update()
+    log(f"{metric}: {seconds:.1f} s, CPU {time.process_time() - before:.1f} s")
+    return seconds

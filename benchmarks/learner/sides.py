@@ -208,14 +208,14 @@ def build_learner(learner_class: type[GRPOLearner], policy_dir: Path, config: Ru
 
 def clock(learner: Any, groups: list[TrajectoryGroup]) -> tuple[float, dict[str, float]]:
     """Seconds of an update, forward, backward and step, and what it reports."""
-    _wait_for_device()
+    wait_for_device()
     started = time.perf_counter()
     metrics: dict[str, float] = learner.update(groups)
-    _wait_for_device()
+    wait_for_device()
     return time.perf_counter() - started, metrics
 
 
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -151,6 +151,8 @@ class DeepSpeedEngine:
         if self.zero_stage == 0:  # DeepSpeed neither reports the norm nor lets us see the reduced gradients
             adamw.register_step_pre_hook(self._clip_at_stage_0)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config)
+        if self.zero_stage == 0 and dist.get_world_size() == 1:  # nothing to reduce, for which it copies all gradients
+            self._engine.enable_backward_allreduce = False
         self._adamw = adamw
         if rests:
             self.offload_states()

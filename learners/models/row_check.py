@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,20 +37,12 @@ Score = Callable[[MicroBatch], torch.Tensor]
 """Function that returns the log-probs of the MODEL tokens of a row, ``[M]``."""
 
 
-class RowCheck(NamedTuple):
-    """What a packed row of a model may hold."""
-
-    layer: str
-    """First layer through which sequences of a row reach each other; empty if none does."""
-    shares: bool
-    """Whether sequences have the right scores if the row holds their common beginning once."""
-
-
 def check_rows(
     score: Score, backbone: Any, vocab_size: int, dtype: torch.dtype, device: torch.device, max_length: int
-) -> RowCheck:
-    """Find out whether the sequences of a row are scored as alone.
+) -> tuple[str, bool]:
+    """Return the first layer through which sequences of a packed row reach each other, and whether a row may share.
 
+    The layer is empty if there is none. A row that shares holds the common beginning of sequences once.
     ``max_length`` is the longest trajectory's. All ranks call together: five to seven passes of at most 48 tokens.
 
     Raises:
@@ -91,13 +83,13 @@ def check_rows(
     limit = max(limit, _ROUNDING_FACTOR * rounding)
     if gap(packed[count:], run(second)[0]) > limit:
         _, other_outputs = run(other, second)
-        return RowCheck(_first_gap(outputs, other_outputs, tail), shares=False)
+        return _first_gap(outputs, other_outputs, tail), False
     branch = np.concatenate([first[: _LENGTH // 2], other[_LENGTH // 2 :]])
     row = _row((first, branch))
     assert row.layout.shared is not None
     scores = torch.empty(2 * count)
     scores[row.column_index] = run(first, branch)[0].cpu()
-    return RowCheck("", shares=gap(scores[count:], run(branch)[0].cpu()) <= limit)
+    return "", gap(scores[count:], run(branch)[0].cpu()) <= limit
 
 
 def _row(sequences: Sequence[NDArray[np.int64]]) -> MicroBatch:
