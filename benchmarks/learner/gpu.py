@@ -6,6 +6,7 @@ metric            ratio                                                         
 bf16_logprobs     mean gap of log-probs in bf16 to float32 on the CPU, in nats             <= 0.02
 bf16_gradient     cosine of the whole gradient in bf16 with that in float32               >= 0.99
 varlen_attention  largest gap of flash attention over rows to attention over blocks       <= 0.03
+packed_recurrent  tokens/s of Qwen3.5's layers on a packed row ÷ a row for each sequence    >= 1
 mfu_0.5b ...      model FLOP/s ÷ the GPU's peak, forward and backward                      >= 0.5 (1.5b, 7b)
 memory_1.5b, _7b  peak bytes of the allocator ÷ those of ``learners/deepspeed/memory.py``, minus 1   <= 0.1
 gap_135m ...      mean gap of the engine's log-probs to the learner's, bf16, in nats       <= 0.02
@@ -30,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +66,7 @@ GOALS: dict[str, Goal] = {
     "bf16_logprobs": Goal(0.02, at_least=False),
     "bf16_gradient": Goal(0.99, at_least=True),
     "varlen_attention": Goal(0.03, at_least=False),
+    "packed_recurrent": Goal(1.0, at_least=True),
     "mfu_0.5b": HIGHER,
     "mfu_1.5b": Goal(0.5, at_least=True),
     "mfu_3b": HIGHER,
@@ -95,14 +98,14 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
     wanted = choose(only, METRICS)
     on_gpu = torch.cuda.is_available() and not quick
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
-        for part in (precision, attention, speed, engines, search, copies):
+        for part in (precision, attention, recurrent, speed, engines, search, copies):
             for metric, samples in part(Path(directory), wanted, repeats or (3 if on_gpu else 1), on_gpu).items():
                 if samples and metric in wanted:
                     yield measure(metric, samples, _unit(metric), GOALS[metric])
 
 
 def _unit(metric: str) -> str:
-    units = {"bf16_logprobs": "nats", "search": "queries/s", "weight_copy": "bytes/s"}
+    units = {"bf16_logprobs": "nats", "packed_recurrent": "tokens/s", "search": "queries/s", "weight_copy": "bytes/s"}
     kinds = {"mfu": "TFLOP/s", "memory": "bytes", "gap": "nats", "decode": "tokens/s"}
     return units.get(metric) or kinds.get(metric.partition("_")[0], "")
 
@@ -186,6 +189,46 @@ def attention(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> 
     rows, blocks = flash_attention(query, key, value, layout), block_attention(query, key, value, layout)
     gap = float((rows - blocks).abs().max())
     return {"varlen_attention": [Sample(gap, gap, 0.0)]}
+
+
+def recurrent(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Samples:
+    """Recurrent layers with the kernels that take the ends of sequences, forward and backward."""
+    if "packed_recurrent" not in wanted:
+        return {}
+    lacking = [name for name in ("fla", "causal_conv1d") if find_spec(name) is None]
+    if not on_gpu or lacking:
+        log(f"packed_recurrent skipped: it needs a GPU and the packages fla and causal_conv1d; missing: {lacking}")
+        return {}
+    policy_dir = write_recurrent(directory / "recurrent")
+    return {"packed_recurrent": time_packing(policy_dir, [512, 384, 256, 128] * 8, _device(True), repeats)}
+
+
+def write_recurrent(folder: Path) -> Path:
+    """Four layers of Qwen3.5, three of them recurrent, with random weights."""
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+    layers = ["linear_attention"] * 3 + ["full_attention"]
+    config = Qwen3_5TextConfig(vocab_size=SMALL.vocab_size, hidden_size=1024, num_hidden_layers=4, layer_types=layers)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def time_packing(policy_dir: Path, lengths: list[int], device: torch.device, repeats: int) -> list[Sample]:
+    """Tokens per second of a row of all sequences, and of a row for each, in turns."""
+    model = PolicyModel(policy_dir, torch.bfloat16, 1.0).to(device)
+    packed = [make_row(SMALL.vocab_size, lengths).to(device)]
+    alone = [make_row(SMALL.vocab_size, [length]).to(device) for length in lengths]
+
+    def rate(rows: list[MicroBatch]) -> float:
+        def step() -> None:
+            for row in rows:
+                model(row).logprobs.mean().backward()
+            _wait(device.type == "cuda")
+
+        return sum(lengths) / _timed(step)
+
+    rate(packed), rate(alone)  # kernels are compiled
+    return [quotient(rate(packed), rate(alone)) for _ in range(repeats)]
 
 
 def speed(directory: Path, wanted: set[str], repeats: int, on_gpu: bool) -> Samples:
