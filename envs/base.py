@@ -25,6 +25,7 @@ from envs.measures import MEASURES, Measure
 from envs.observations import defuse
 from envs.options import PassageOptions, SearchOptions
 from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.content import Content, Image
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.resolve import load_object, named, part_options
 from ragr1_actors.core.section import Section
@@ -39,9 +40,9 @@ if TYPE_CHECKING:  # it imports this module
 class StepResult:
     """The environment's reply to one turn; ``terminated`` and ``truncated`` mean what they mean in gymnasium."""
 
-    observation: str = ""
-    """Retrieved text with its tags; its tokens become ``TokenKind.OBSERVATION``."""
-    results: tuple[str, ...] = ()
+    observation: Content = ""
+    """Retrieved text with its tags, and images; its tokens become ``TokenKind.OBSERVATION``."""
+    results: tuple[Content, ...] = ()
     """Result of each tool call of the turn, in their order; given instead of an observation."""
     notice: str = ""
     """Message of the environment, after the observation or the results; its tokens become ``TokenKind.NOTICE``."""
@@ -68,7 +69,7 @@ class StepResult:
         if not self.results:
             return [Message("user", self.observation, notice=self.notice)]
         *first, last = self.results
-        return [*(Message("tool", text) for text in first), Message("tool", last, notice=self.notice)]
+        return [*(Message("tool", one) for one in first), Message("tool", last, notice=self.notice)]
 
 
 def check_result(result: object, method: Callable[..., Any]) -> StepResult:
@@ -80,12 +81,19 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     """
     if not isinstance(result, StepResult):
         raise ConfigError(f"{named(method)} returned {shortened(repr(result))}, expected a StepResult")
-    for text in (result.observation, result.notice, result.action, result.answer):
+    for text in (result.notice, result.action, result.answer):
         if not isinstance(text, str):
-            raise ConfigError(f"{named(method)} gave {text!r} as observation, notice, action or answer, expected text")
+            raise ConfigError(f"{named(method)} gave {text!r} as notice, action or answer, expected text")
+    for content in (result.observation, *(result.results if isinstance(result.results, tuple) else ())):
+        parts = (content,) if isinstance(content, str) else content
+        if not isinstance(parts, tuple) or not all(isinstance(part, str | Image) for part in parts):
+            got = shortened(repr(content))
+            raise ConfigError(
+                f"{named(method)} gave {got} as observation or result, expected text, or texts and images"
+            )
     _check_tuple(result.calls, "calls", ToolCall, method)
     _check_tuple(result.restart, "restart", Message, method)
-    _check_tuple(result.results, "results", str, method)
+    _check_tuple(result.results, "results", object, method)
     if not isinstance(result.metrics, Mapping) or not all(isinstance(name, str) for name in result.metrics):
         raise ConfigError(f"{named(method)} gave metrics={result.metrics!r}, expected numbers by name")
     if not is_finite(result.reward):

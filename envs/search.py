@@ -78,7 +78,7 @@ class SearchEnv(TextEnv):
         before, place, behind = self._settings.prompt.partition("{passages}")
         parts = (before, behind) if place else (f"{before}\n", "")
         # the passages are put in last: neither the question nor a passage may be read as a field
-        asked = [search_prompt(part, self.options, task)[0].content for part in parts]
+        asked = [search_prompt(part, self.options, task)[0].text for part in parts]
         return [Message("user", passages.join(asked))]
 
     async def act(self, turn: Completion) -> StepResult:

@@ -175,7 +175,7 @@ def test_a_file_of_batches_reads_back(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("metadata", "got"),
     [
-        ({"ragr1_actors.format": "4"}, "trajectories in format 4, expected format 3"),
+        ({"ragr1_actors.format": "5"}, "trajectories in format 5, expected format 4"),
         (None, "no trajectories, expected"),
     ],
 )
@@ -249,6 +249,16 @@ def test_files_of_older_formats_are_read(number: str, title: str, text: str) -> 
     assert call.arguments["k"] == (2 if number == "1" else 3)  # format 1 kept no k: as many as were found
     assert [record.id for record in call.records] == ["ana_bell", "riga"]
     assert call.records[1] == Record("riga", title, text, 0.25)
+
+
+def test_files_of_format_3_are_read() -> None:
+    """The file was written by the code of its format."""
+    (group,) = read_trajectories(Path(__file__).with_name("trajectories_format_3.arrow"))
+    (trajectory,) = group.trajectories
+    assert group.task.meta == {"pass_rate": 0.5} and trajectory.variant == "v"
+    assert (trajectory.row_lengths, trajectory.behaviour_logprobs, trajectory.images) == ((4, 5), None, ())
+    (call,) = trajectory.turns[0].calls
+    assert call.records[1] == Record("riga", "Riga", "Riga lies in Latvia.", 0.25) and call.is_cached
 
 
 def test_halves_of_surrogate_pairs_are_written_as_replacements() -> None:

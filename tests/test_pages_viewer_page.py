@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from playwright.async_api import async_playwright, expect
 from small_world import a_persons_environment
 from typer.testing import CliRunner
 from view_world import HOSTILE, TASK, attempt, every_outcome, keep, keep_tokenizer, learned_from
+from vision_world import page as page_of_pixels
 from waits import until
 
 from ragr1_actors.cli import main as cli
 from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import RunDirectoryError
+from ragr1_actors.core.types import Record
 from ragr1_actors.pages.viewer import server as view_server
 from ragr1_actors.pages.viewer.index import Index
 from ragr1_actors.pages.viewer.payloads import TokenPieces
@@ -137,6 +141,23 @@ async def test_tokens_are_coloured_by_what_was_learned(tmp_path: Path) -> None:
         await expect(page.locator("#colour")).to_have_value("kind")
         await page.goto(f"{server.url}/#t/iteration_00001/nq%2F1%230%2Fcorrect")
         await expect(page.locator("#colour")).to_have_value("ratio")
+        assert page.problems == []
+
+
+@needs_chromium
+async def test_images_stand_in_place_of_their_tokens_and_beside_their_records(tmp_path: Path) -> None:
+    seen, shown = attempt("seen"), page_of_pixels()
+    call = replace(seen.turns[0].calls[0], records=(Record("p", "Page", "its caption", 0.5, shown),))
+    turns = (replace(seen.turns[0], calls=(call,)), seen.turns[1])
+    places = (PlacedImage(shown, 0, 1, 1), PlacedImage(shown, 2, 1, 2))
+    keep(tmp_path, "iteration_00001", [replace(seen, turns=turns, images=places)])
+    async with served(tmp_path) as server, opened(server.url) as page:
+        await page.goto(f"{server.url}/#t/iteration_00001/seen")
+        await expect(page.locator(".tokens img")).to_have_count(2)
+        assert await page.locator(".tokens span").count() == 2  # tokens 1 and 4
+        await expect(page.locator(".doc img")).to_have_count(1)
+        for image in await page.locator("img").all():
+            assert await image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 24
         assert page.problems == []
 
 

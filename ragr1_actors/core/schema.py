@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from ragr1_actors.core.content import Image, PlacedImage
 from ragr1_actors.core.errors import DataError, one_line, valid_unicode
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 
@@ -43,7 +45,15 @@ TASK_TYPE = pa.struct(
         "meta": pa.string(),  # JSON
     }
 )
-RECORD_TYPE = pa.struct({"id": pa.string(), "title": pa.string(), "text": pa.string(), "score": pa.float64()})
+RECORD_TYPE = pa.struct(
+    {
+        "id": pa.string(),
+        "title": pa.string(),
+        "text": pa.string(),
+        "score": pa.float64(),
+        "image": pa.int32(),  # position in the trajectory's images; null: none
+    }
+)
 CALL_TYPE = pa.struct(
     {
         "tool": pa.string(),
@@ -67,9 +77,11 @@ TURN_TYPE = pa.struct(
         "finish_reason": pa.string(),
     }
 )
-FORMAT = "3"
+IMAGE_TYPE = pa.struct({"media_type": pa.string(), "data": pa.large_binary()})
+PLACE_TYPE = pa.struct({"image": pa.int32(), "start": pa.int32(), "rows": pa.int32(), "cols": pa.int32()})
+FORMAT = "4"
 """Number of ``TRAJECTORY_SCHEMA`` in the metadata of its files; it changes with the columns."""
-_OLDER_FORMATS = ("1", "2")
+_OLDER_FORMATS = ("1", "2", "3")
 _SINCE_3: dict[str, Any] = {
     "variant": "",
     "parent": "",
@@ -77,7 +89,9 @@ _SINCE_3: dict[str, Any] = {
     "row_lengths": [],
     "behaviour_logprobs": None,
 }
-"""Columns that older formats lack, after ``metrics``, with the values for their trajectories."""
+"""Columns that formats before 3 lack, after ``metrics``, with the values for their trajectories."""
+_SINCE_4: dict[str, Any] = {"images": [], "image_places": []}
+"""Columns that format 3 lacks, after ``behaviour_logprobs``."""
 _FORMAT_KEY = b"ragr1_actors.format"
 TRAJECTORY_SCHEMA = pa.schema(
     {
@@ -99,6 +113,8 @@ TRAJECTORY_SCHEMA = pa.schema(
         "num_copied_tokens": pa.int32(),
         "row_lengths": pa.list_(pa.int32()),
         "behaviour_logprobs": pa.large_list(pa.float32()),  # null: the engine's log-probs
+        "images": pa.list_(IMAGE_TYPE),  # each once, however often it is used
+        "image_places": pa.list_(PLACE_TYPE),
     },
     metadata={_FORMAT_KEY: FORMAT},
 )
@@ -117,16 +133,22 @@ _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
 # pydantic converts between dataclasses and dicts faster than Python does, and turns lists back into tuples
 _TASK = TypeAdapter(Task)
 _TURNS = TypeAdapter(tuple[Turn, ...])
+_KNOWN_IMAGES: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by digest
+_PICTURES: Any = {"__all__": {"calls": {"__all__": {"records": {"__all__": {"image"}}}}}}
 
 
 def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     """Return groups as one record batch of ``TRAJECTORY_SCHEMA``, one row per trajectory."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    columns = {name: [getattr(t, name) for t in trajectories] for name in TRAJECTORY_SCHEMA.names if name != "group"}
+    own = [name for name in TRAJECTORY_SCHEMA.names if name not in ("group", *_SINCE_4)]
+    columns = {name: [getattr(t, name) for t in trajectories] for name in own}
+    images = [_images_used(t) for t in trajectories]
+    columns["images"] = [[{"media_type": one.media_type, "data": one.data} for one in used] for used in images]
+    columns["image_places"] = [_place_fields(t, used) for t, used in zip(trajectories, images, strict=True)]
     columns["group"] = [index for index, group in enumerate(groups) for _ in group.trajectories]
     # warnings: a custom retriever's scores may be numpy's floats, which Arrow takes
     columns["task"] = [_task_fields(task) for task in columns["task"]]
-    columns["turns"] = [_turn_fields(turns) for turns in columns["turns"]]
+    columns["turns"] = [_turn_fields(t.turns, used) for t, used in zip(trajectories, images, strict=True)]
     columns["metrics"] = [list(metrics.items()) for metrics in columns["metrics"]]
     arrays = [
         _flat_list(columns[field.name], field.type.value_type)
@@ -160,7 +182,8 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
     rank reads tokens and rewards, and the texts of passages are most of a batch.
     """
     tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
-    eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task")]
+    pictures = [_images_of(values) for values in batch.column("images")]
+    eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task", "images")]
     others = batch.select([name for name in eager if decode_texts or name not in ("turns", "metrics")]).to_pylist()
     by_group: dict[int, list[Trajectory]] = {}
     for row, fields in enumerate(others):
@@ -169,10 +192,12 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
         fields["task"] = members[0].task if members else _task_of(batch.column("task")[row].as_py())
         fields["stop_reason"] = StopReason(fields["stop_reason"])
         fields["row_lengths"] = tuple(fields["row_lengths"])
+        places = fields.pop("image_places")
+        fields["images"] = tuple(PlacedImage(**place | {"image": pictures[row][place["image"]]}) for place in places)
         if (behaviour := fields["behaviour_logprobs"]) is not None:
             fields["behaviour_logprobs"] = np.array(behaviour, np.float32)
         if decode_texts:
-            fields["turns"] = _turns_of(fields["turns"])
+            fields["turns"] = _turns_of(fields["turns"], pictures[row])
             fields["metrics"] = dict(fields["metrics"])
             members.append(Trajectory(**fields))
         else:
@@ -190,18 +215,43 @@ def _task_of(fields: dict[str, Any]) -> Task:
     return _TASK.validate_python(fields | {"meta": json.loads(fields["meta"])})
 
 
-def _turn_fields(turns: tuple[Turn, ...]) -> list[dict[str, Any]]:
-    fields: list[dict[str, Any]] = _TURNS.dump_python(turns, warnings=False)
-    for turn in fields:
-        for call in turn["calls"]:
-            call["arguments"] = _json(call["arguments"])
+def _images_used(trajectory: Trajectory) -> list[Image]:
+    """Return the distinct images of a trajectory: among its tokens, then of its records."""
+    found = dict.fromkeys(place.image for place in trajectory.images)
+    records = (record for call in trajectory.calls for record in call.records)
+    return list(found | dict.fromkeys(record.image for record in records if record.image is not None))
+
+
+def _place_fields(trajectory: Trajectory, used: list[Image]) -> list[dict[str, int]]:
+    return [
+        {"image": used.index(one.image), "start": one.start, "rows": one.rows, "cols": one.cols}
+        for one in trajectory.images
+    ]
+
+
+def _images_of(values: pa.ListScalar) -> list[Image]:
+    """Return the images of a row; a process holds those with the same bytes once."""
+    made = (Image(one["data"].as_py(), one["media_type"].as_py()) for one in values)
+    return [_KNOWN_IMAGES.setdefault(one.digest, one) for one in made]
+
+
+def _turn_fields(turns: tuple[Turn, ...], used: list[Image]) -> list[dict[str, Any]]:
+    fields: list[dict[str, Any]] = _TURNS.dump_python(turns, warnings=False, exclude=_PICTURES)
+    for turn, written in zip(turns, fields, strict=True):
+        for call, made in zip(turn.calls, written["calls"], strict=True):
+            made["arguments"] = _json(made["arguments"])
+            for record, kept in zip(call.records, made["records"], strict=True):
+                kept["image"] = None if record.image is None else used.index(record.image)
     return fields
 
 
-def _turns_of(fields: list[dict[str, Any]]) -> tuple[Turn, ...]:
+def _turns_of(fields: list[dict[str, Any]], used: list[Image]) -> tuple[Turn, ...]:
     for turn in fields:
         for call in turn["calls"]:
             call["arguments"] = json.loads(call["arguments"])
+            for record in call["records"]:
+                if record["image"] is not None:
+                    record["image"] = used[record["image"]]
     return _TURNS.validate_python(fields)
 
 
@@ -223,7 +273,8 @@ class _LazyTrajectory(Trajectory):
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        return _turns_of(self._batch.column("turns")[self._row].as_py())
+        images = _images_of(self._batch.column("images")[self._row])
+        return _turns_of(self._batch.column("turns")[self._row].as_py(), images)
 
     @cached_property
     def metrics(self) -> dict[str, float]:
@@ -299,16 +350,22 @@ def check_format(path: Path, schema: pa.Schema) -> None:
 
 def current_format(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch of any format, or some columns of one, in the present format."""
-    if (batch.schema.metadata or {}).get(_FORMAT_KEY) == FORMAT.encode():
+    found = (batch.schema.metadata or {}).get(_FORMAT_KEY)
+    if found == FORMAT.encode():
         return batch
     for name, mend in (("task", _task_before_3), ("turns", _turns_before_3)):
-        if name in batch.schema.names:
+        if name in batch.schema.names and found != b"3":
             field = TRAJECTORY_SCHEMA.field(name)
             column = pa.array([mend(value) for value in batch.column(name).to_pylist()], field.type)
             batch = batch.set_column(batch.schema.get_field_index(name), field, column)
-    if "metrics" in batch.schema.names:  # all columns
-        for place, (name, value) in enumerate(_SINCE_3.items(), start=batch.schema.get_field_index("metrics") + 1):
+    if "turns" in batch.schema.names and found == b"3":  # the records get the image null
+        field = TRAJECTORY_SCHEMA.field("turns")
+        batch = batch.set_column(batch.schema.get_field_index("turns"), field, batch.column("turns").cast(field.type))
+    added = ({"metrics": _SINCE_3} if found != b"3" else {}) | {"behaviour_logprobs": _SINCE_4}
+    for before, columns in added.items():
+        for number, (name, value) in enumerate(columns.items() if before in batch.schema.names else (), start=1):
             field = TRAJECTORY_SCHEMA.field(name)
+            place = batch.schema.get_field_index(before) + number
             batch = batch.add_column(place, field, pa.array([value] * batch.num_rows, field.type))
     return batch.replace_schema_metadata(TRAJECTORY_SCHEMA.metadata)
 

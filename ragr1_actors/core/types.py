@@ -28,6 +28,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ragr1_actors.core.content import Content, Image, PlacedImage, text_of
+
 MALFORMED = "malformed"
 """Action of a turn without a valid one; SFT does not learn from it."""
 HISTOGRAM_PREFIX = "histogram/"
@@ -150,11 +152,16 @@ class Message:
     """Chat message in the form of chat templates."""
 
     role: str
-    content: str
+    content: Content
     calls: tuple[CallRequest, ...] = ()
     """Tool calls of an assistant's message; a message of the role ``tool`` answers each after it."""
     notice: str = ""
     """Message of the environment, placed after the content."""
+
+    @property
+    def text(self) -> str:
+        """Texts of the content, without its images."""
+        return text_of(self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +221,8 @@ class Record:
     text: str
     score: float = 0.0
     """Match with the call; higher is better."""
+    image: Image | None = None
+    """Picture of the result, such as a page's; ``text`` is then its caption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +310,8 @@ class Trajectory:
     row_lengths: tuple[int, ...] = ()
     """Number of tokens of each row, if the conversation was rewritten: the arrays then hold several rows one after
     another, each a sequence with a prompt. Empty: there is one row."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens, in their order."""
 
     @property
     def num_tokens(self) -> int:
@@ -362,9 +373,15 @@ class GenerateFn(Protocol):
     """Generation interface of an engine for trajectories."""
 
     def __call__(
-        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        on_text: OnText | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Awaitable[Completion]:
-        """Continue ``prompt_token_ids``; ``request_id`` names the trajectory, whose prefix stays cached."""
+        """Continue ``prompt_token_ids``, with ``images`` among them; the prefix of ``request_id`` stays cached."""
 
 
 class ChatModel(Protocol):

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.http import HttpServer, Limits, announce, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, UserError
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import (
@@ -83,7 +84,7 @@ class ServedPolicy(EnvRunner):
             ApiError: 400 beyond the context, or for messages that the policy cannot take; 503 if its engine, the
                 retriever or a tool's service failed.
         """
-        question = next((one.content for one in reversed(request.messages) if one.role == "user"), "")
+        question = next((one.text for one in reversed(request.messages) if one.role == "user"), "")
         self._num_requests += 1  # a part of the sampling seed, and of the engine's request id
         group = GroupRequest(f"serve/{self._num_requests}", Task("serve", question, ()), 1, 0.0)
         record = partial(self._recorder, group, 0, "", self._generate(request))
@@ -118,8 +119,14 @@ class ServedPolicy(EnvRunner):
         given: dict[str, Any] = {name: value for name, value in wanted if value is not None}
 
         def generate(
-            prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+            prompt_token_ids: Sequence[int],
+            sampling: Sampling,
+            *,
+            request_id: str,
+            on_text: OnText | None = None,
+            images: Sequence[PlacedImage] = (),
         ) -> Awaitable[Completion]:
+            assert not images, "the gateway takes texts only"
             room = min(sampling.max_new_tokens, request.max_tokens or sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=room, **given)
             return self.engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)

@@ -135,7 +135,7 @@ def long_prompts(config: SamplerConfig, policy_dir: str, tasks: Sequence[Task]) 
         return
     prompt_of = partial(search_prompt, environment.prompt, options)
     longest = max(tasks, key=lambda task: len(task.question.encode()))
-    if len(prompt_of(longest)[0].content.encode()) < limit:
+    if len(prompt_of(longest)[0].text.encode()) < limit:
         return
     tokenizer = load_tokenizer(on_this_node(policy_dir), config.policy)
     num_fixed = len(tokenizer.prompt_ids(prompt_of(replace(longest, question=""))))

@@ -40,9 +40,10 @@ from envs.grammars.calls import (
 from envs.grammars.tags import THINK
 from envs.observations import defuse_result
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.content import Content, Image, PlacedImage, changed, joined, parts_of
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import load_object
-from ragr1_actors.core.types import CallRequest, EncodeFn, Message, TokenKind
+from ragr1_actors.core.types import CallRequest, Message, TokenKind
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 
@@ -114,6 +115,8 @@ class Tokenizer(Protocol):
     def defuse(self, text: str) -> str: ...  # noqa: D102
     def turn_start(self, prompt_ids: Sequence[int]) -> str: ...  # noqa: D102
     def decode(self, token_ids: Sequence[int]) -> str: ...  # noqa: D102
+    def image_ids(self, image: Image) -> list[int]: ...  # noqa: D102
+    def place(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[PlacedImage]: ...  # noqa: D102
 
 
 # -- the formats -------------------------------------------------------------------------------------------------------
@@ -135,22 +138,26 @@ class TagsFormat:
     ) -> Extension | None:
         if self._template is not None and has_end and not any(message.content for message in added):
             return Extension(self._template.header(added), is_new_message=True)  # else it reads as the policy's words
-        pieces = [piece for message in added for piece in _plain(message, self._tokenizer.encode)]
+        pieces = [piece for message in added for piece in _plain(message, self._tokenizer)]
         return Extension(pieces, is_new_message=False)
 
     def parser(self, tools: Sequence[ToolSchema]) -> TurnParser:  # noqa: D102
         return TurnParser()
 
     def write(self, turn: Message) -> str:  # noqa: D102
-        return turn.content
+        return turn.text
 
     def turn_ids(self, text: str) -> list[int]:  # noqa: D102
         return self._tokenizer.encode(text)
 
 
-def _plain(message: Message, encode: EncodeFn) -> list[Piece]:
-    parts = ((message.content, TokenKind.OBSERVATION), (message.notice, TokenKind.NOTICE))
-    return [(encode(text), kind) for text, kind in parts if text]
+def _plain(message: Message, tokenizer: Tokenizer) -> list[Piece]:
+    parts = (*((part, TokenKind.OBSERVATION) for part in parts_of(message.content)), (message.notice, TokenKind.NOTICE))
+    return [
+        (tokenizer.image_ids(part) if isinstance(part, Image) else tokenizer.encode(part), kind)
+        for part, kind in parts
+        if part
+    ]
 
 
 class TemplateFormat:
@@ -206,7 +213,9 @@ class TemplateFormat:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> tuple[Sequence[Message], Sequence[ToolSchema]]:
         """Return messages and tools in the form of the template, with results without the tags of their frame."""
-        messages = [replace(one, content=defuse_result(one.content)) if one.role == "tool" else one for one in messages]
+        messages = [
+            replace(one, content=changed(one.content, defuse_result)) if one.role == "tool" else one for one in messages
+        ]
         return (messages, tools) if self._has_tools else (in_own_words(messages, tools, self.grammar), ())
 
 
@@ -236,7 +245,7 @@ class EndpointFormat:
         for message in self._own(added, ()):
             kind = TokenKind.OBSERVATION if message.content else TokenKind.NOTICE
             pieces.append((self._tokenizer.prompt_ids([Message(message.role, "")]), kind))
-            pieces += _plain(message, self._tokenizer.encode)
+            pieces += _plain(message, self._tokenizer)
         return Extension(pieces, is_new_message=True)
 
     def write(self, turn: Message) -> str:  # noqa: D102
@@ -247,7 +256,7 @@ class EndpointFormat:
 
     def _turn(self, turn: Message) -> list[int]:
         """Return the ids of a message with calls that was not sampled here."""
-        chat, text = _as_chat(turn.role, turn.content, turn.calls), self.write(turn)
+        chat, text = _as_chat(turn.role, turn.text, turn.calls), self.write(turn)
         for call in chat["tool_calls"]:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return self._tokenizer.sampled(text, len(self._tokenizer.encode(text)), chat)
@@ -255,7 +264,8 @@ class EndpointFormat:
     def _own(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Sequence[Message]:
         """Return messages for the endpoint, with results without the control tokens of known model families."""
         harmless = [
-            replace(one, content=self._tokenizer.defuse(one.content)) if one.role == "tool" else one for one in messages
+            replace(one, content=changed(one.content, self._tokenizer.defuse)) if one.role == "tool" else one
+            for one in messages
         ]
         return harmless if self.is_native else in_own_words(harmless, tools, self._grammar)
 
@@ -310,21 +320,21 @@ def in_own_words(messages: Sequence[Message], tools: Sequence[ToolSchema], gramm
         if message.role == "assistant":
             found.append(Message("assistant", _in_grammar(message, grammar)))
         elif message.role == "tool":
-            content = f"<tool_response>\n{message.content}\n</tool_response>"
+            content = joined("<tool_response>\n", message.content, "\n</tool_response>")
             if last is not None and last.role == "tool":
-                content = f"{found.pop().content}\n{content}"
+                content = joined(found.pop().content, "\n", content)
             found.append(Message("user", content, notice=message.notice))
         else:
             found.append(message)
     if tools:
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         first, words = found[0], _OWN_TOOLS.format(form=grammar.form, schemas=schemas)
-        found[0] = Message(first.role, f"{words}\n\n{first.content}", notice=first.notice)
+        found[0] = Message(first.role, joined(f"{words}\n\n", first.content), notice=first.notice)
     return found
 
 
 def _in_grammar(turn: Message, grammar: Grammar) -> str:
-    return "\n".join(filter(None, (turn.content, grammar.write(turn.calls) if turn.calls else "")))
+    return "\n".join(filter(None, (turn.text, grammar.write(turn.calls) if turn.calls else "")))
 
 
 # -- the chat template -------------------------------------------------------------------------------------------------
@@ -344,7 +354,7 @@ class Template:
         chat = [
             _as_chat(
                 message.role,
-                holder.hold(message.content + message.notice, is_turn=message.role == "assistant"),
+                holder.hold_parts(joined(message.content, message.notice), is_turn=message.role == "assistant"),
                 [replace(call, arguments=holder.hold_in(call.arguments)) for call in message.calls],
             )
             for message in messages
@@ -372,7 +382,7 @@ class Template:
 
     def turn(self, turn: Message) -> str:
         """Return the text of a policy's turn as the template writes it; empty if the template changes it."""
-        chat = _with_ids([_as_chat("user", "a"), _as_chat("assistant", turn.content, turn.calls)])
+        chat = _with_ids([_as_chat("user", "a"), _as_chat("assistant", turn.text, turn.calls)])
         asked = self.tokenizer.render(chat[:1], ())
         whole = self.tokenizer.render(chat, (), is_prompt=False)
         end = self._end_of_turn.search(whole, len(asked))
@@ -405,7 +415,7 @@ class Template:
         found = (name for name, grammar in GRAMMARS.items() if parse_turn(turn, grammar, tools).calls == (_PROBE,))
         return next(found, None)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[str, dict[str, str]]:
+    def _render(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[str, dict[str, str | Image]]:
         """Return the text up to the policy's turn with placeholders and marks of kinds, and the placeholders' texts."""
         holder, chat, num_turns = _Holder(self.tokenizer.added_texts), list[dict[str, Any]](), 0
         for message in messages:
@@ -413,16 +423,18 @@ class Template:
                 chat.append(_as_chat(message.role, *_placed(message, num_turns)))
                 num_turns += 1
             else:
-                content = _marked(holder.hold(message.content), _OBSERVATION)
+                content = _marked(holder.hold_parts(message.content), _OBSERVATION)
                 chat.append(_as_chat(message.role, content + _marked(holder.hold(message.notice), _NOTICE)))
         return self.tokenizer.render(_with_ids(chat), tools), holder.held
 
-    def _encode(self, text: str, held: Mapping[str, str], kind: TokenKind) -> list[Piece]:
+    def _encode(self, text: str, held: Mapping[str, str | Image], kind: TokenKind) -> list[Piece]:
         """Return the ids of a rendered text: held texts are plain text, all other text is the template's."""
         pieces: list[Piece] = []
         for part in re.split(f"({_HELD})", text):
             if part in held:
-                pieces.append((self.tokenizer.encode_plain(held[part]), kind))
+                one, tokenizer = held[part], self.tokenizer
+                ids = tokenizer.image_ids(one) if isinstance(one, Image) else tokenizer.encode_plain(one)
+                pieces.append((ids, kind))
                 continue
             plain, begins = "", [(0, kind)]
             for one in re.split(f"([{''.join(_MARKS)}])", part):
@@ -438,12 +450,12 @@ class Template:
 
 
 class _Holder:
-    """Puts placeholder characters in the places of control tokens' names."""
+    """Puts placeholder characters in the places of control tokens' names, and of images."""
 
     def __init__(self, control: Sequence[str]) -> None:
         """Take the names ``control``; private characters in a text are replaced too."""
-        self.held: dict[str, str] = {}
-        """Text of each placeholder character."""
+        self.held: dict[str, str | Image] = {}
+        """Text or image of each placeholder character."""
         self._places: dict[str, str] = {}
         self._control = sorted(control, key=len, reverse=True)
 
@@ -451,6 +463,18 @@ class _Holder:
         """Return the text with names replaced; ``is_turn``: a template reads the thoughts in a policy's turn."""
         names = [name for name in self._control if name in text and not (is_turn and name in _THOUGHT_TAGS)]
         return re.sub("|".join([*map(re.escape, names), _PRIVATE]), self._hold, text)
+
+    def hold_parts(self, content: Content, *, is_turn: bool = False) -> str:
+        """Return a content with names and images replaced; each image has a character of its own."""
+        return "".join(
+            self._hold_image(part) if isinstance(part, Image) else self.hold(part, is_turn=is_turn)
+            for part in parts_of(content)
+        )
+
+    def _hold_image(self, image: Image) -> str:
+        place = chr(_FIRST_HELD + len(self.held))
+        self.held[place] = image
+        return place
 
     def hold_in(self, value: Any) -> Any:
         """Return a value of JSON with names replaced in all its texts."""
@@ -462,7 +486,7 @@ class _Holder:
 
     def _hold(self, found: re.Match[str]) -> str:
         if found[0] not in self._places:
-            place = chr(_FIRST_HELD + len(self._places))
+            place = chr(_FIRST_HELD + len(self.held))
             self._places[found[0]], self.held[place] = place, found[0]
         return self._places[found[0]]
 
@@ -471,7 +495,7 @@ def _placed(turn: Message, number: int) -> tuple[str, list[CallRequest]]:
     """Return content and calls of a policy's turn with placeholders for thought, text and names of calls."""
     thought, text, name = (chr(_FIRST_TURN + 3 * number + part) for part in range(3))
     calls = [CallRequest(name, {})] if turn.calls else []
-    before, closed, behind = turn.content.rpartition(END_OF_THOUGHT)
+    before, closed, behind = turn.text.rpartition(END_OF_THOUGHT)
     content = f"{THINK}\n{thought}\n{END_OF_THOUGHT}\n\n" if closed and before.strip() else ""
     return content + (text if behind.strip() or not calls else ""), calls
 

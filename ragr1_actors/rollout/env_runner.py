@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from envs.base import ENVS, EnvContext, TextEnv
 from envs.rewards import Reward
 from ragr1_actors.core.config import SamplerConfig
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node
 from ragr1_actors.core.errors import EngineDeadError
 from ragr1_actors.core.models.model_files import check_files
@@ -32,6 +33,7 @@ from ragr1_actors.rollout.engines.base import (
     PolicyTokenizer,
     check_takes_part,
     load_tokenizer,
+    show_images,
 )
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
@@ -60,8 +62,14 @@ class EngineLoad:
         *,
         request_id: str,
         on_text: OnText | None = None,
+        images: Sequence[PlacedImage] = (),
     ) -> Completion:
-        """Call ``Engine.generate``, and add to ``passed`` its seconds: alone, times the requests, and over them."""
+        """Call ``Engine.generate``, and add to ``passed`` its seconds: alone, times the requests, and over them.
+
+        Raises ``ConfigError`` for images if the engine is no ``SeeingEngine``.
+        """
+        if images:
+            show_images(engine, request_id, images)
         started = self._change(1)
         try:
             return await engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
@@ -191,7 +199,7 @@ class EnvRunner:
         settings = self._config.env_runners
         return Recorder(
             request.trajectory_id(index) + part,
-            generate or self.engine.generate,
+            generate or partial(self._load.generate, self.engine, np.zeros(3)),
             self._tokenizer,
             Sampling(settings.max_new_tokens_per_turn, request.temperature, settings.top_p),
             settings.max_context_tokens,

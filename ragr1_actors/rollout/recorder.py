@@ -16,12 +16,14 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from envs.grammars.calls import ToolSchema
+from ragr1_actors.core.content import PlacedImage, images_of
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import (
     Completion,
@@ -65,6 +67,7 @@ class _Row:
     kinds: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], kind: TokenKind) -> None:
         """Append tokens that the policy did not sample."""
@@ -135,11 +138,12 @@ class Recorder:
     def restart(self, messages: Sequence[Message], reading: Reading) -> None:
         """Open a row with a conversation, up to the policy's turn; a last message of the assistant begins that turn."""
         *before, last = messages
-        written = last.content if last.role == "assistant" else ""
+        written = last.text if last.role == "assistant" else ""
         self._messages = list(before if written else messages)
         row = _Row()
         row.add(self._chat.prompt_ids(self._messages, reading.tools), TokenKind.PROMPT)
         self._rows.append(row)
+        self._place(self._messages, 0)
         self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         self._inject(written, reading)
 
@@ -177,6 +181,7 @@ class Recorder:
     def _copy(self, parent: Trajectory, part: slice) -> None:
         arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
         row = _Row(*(array[part].tolist() for array in arrays))
+        row.images += _shifted([one for one in parent.images if part.start <= one.start < part.stop], -part.start)
         self._rows.append(row)
         self._opened = self._begun = ""
 
@@ -229,11 +234,19 @@ class Recorder:
             return self.room > 0
         if sum(len(ids) for ids, _ in extension.pieces) >= self.room:
             return False
+        start = len(row.ids)
         for ids, kind in extension.pieces:
             row.add(ids, kind)
+        self._place(messages, start)
         if extension.is_new_message:
             self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         return True
+
+    def _place(self, messages: Sequence[Message], start: int) -> None:
+        """Note the images of messages, whose tokens are the last row's from ``start`` on."""
+        if images := images_of(*(message.content for message in messages)):
+            row = self._rows[-1]
+            row.images += _shifted(self._tokenizer.place(row.ids[start:], images), start)
 
     async def generate(self, reading: Reading, max_tokens: int | None = None) -> Completion:
         """Sample a turn of at most ``max_tokens`` and append it; its text begins with the tag that was open before it.
@@ -281,6 +294,7 @@ class Recorder:
     ) -> Trajectory:
         """Return the recorded trajectory so far, with the rewards of its turns unless it failed."""
         rows = [row for row in self._rows if TokenKind.MODEL in row.kinds] or self._rows[:1]
+        starts = accumulate((len(row.ids) for row in rows), initial=0)
         return Trajectory(
             trajectory_id=self.trajectory_id,
             task=task,
@@ -298,6 +312,7 @@ class Recorder:
             parent=self._parent,
             num_copied_tokens=self._num_copied,
             row_lengths=tuple(len(row.ids) for row in rows) if len(rows) > 1 else (),
+            images=tuple(one for row, start in zip(rows, starts, strict=False) for one in _shifted(row.images, start)),
         )
 
     async def _sample(self, room: int, before: str, num_sampled: int, reading: Reading) -> Completion:
@@ -312,11 +327,16 @@ class Recorder:
 
         row = self._rows[-1]
         seen = on_text if reading.watchers else None
-        completion = await self._generate(row.ids, sampling, request_id=self.trajectory_id, on_text=seen)
+        shown = {"images": tuple(row.images)} if row.images else {}
+        completion = await self._generate(row.ids, sampling, request_id=self.trajectory_id, on_text=seen, **shown)
         if not all(map(math.isfinite, completion.logprobs)):
             raise EngineError("the engine returned a log-prob that is not finite")
         row.sample(completion)
         return completion
+
+
+def _shifted(images: Sequence[PlacedImage], by: int) -> list[PlacedImage]:
+    return [replace(one, start=one.start + by) for one in images]
 
 
 def _joined(parts: Sequence[list[T]]) -> list[T]:

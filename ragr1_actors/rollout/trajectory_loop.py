@@ -18,6 +18,7 @@ from typing import Protocol
 
 from envs.base import Measured, StepResult, TextEnv, check_prompt, check_result, measure
 from envs.rewards import RewardResult, rewarded
+from ragr1_actors.core.content import text_of
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import raised_at
@@ -142,7 +143,7 @@ class EnvAttempt:
         return Reading(env.stop, env.tools, env.left_open, self._watchers)  # a class may change stop between turns
 
     def _record(self, result: StepResult) -> None:
-        reply = "\n".join(result.results or (result.observation,)) + result.notice
+        reply = "\n".join(map(text_of, result.results or (result.observation,))) + result.notice
         turn = self._recorder.end_turn(result.action, result.calls, reply, float(result.reward))
         if self._watch is not None:
             self._watch.on_turn(turn)

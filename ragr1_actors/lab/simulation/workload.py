@@ -12,6 +12,7 @@ from envs.base import search_options
 from envs.grammars.tags import format_queries
 from envs.options import QueryFormat
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.content import Image, PlacedImage
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.planning.plan import TOKENS_PER_QUERY, TOKENS_PER_TURN
 
@@ -101,7 +102,15 @@ class CountingTokenizer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of all messages."""
-        return self.encode("".join(message.content for message in messages))
+        return self.encode("".join(message.text for message in messages))
+
+    def image_ids(self, image: Image) -> list[int]:
+        """Return one id."""
+        return [0]
+
+    def place(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[PlacedImage]:
+        """Return no place: nothing simulated has images."""
+        return []
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return an empty text, as the text of the ids is not kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import lru_cache
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from tokenizers import Tokenizer
 
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.disk.digests import check_digests
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import LEARNED_SCHEMA, current_format, groups_from_record_batch
@@ -110,6 +112,9 @@ def trajectory_payload(snapshot: Snapshot, row: int, pieces: TokenPieces) -> dic
             "logprobs": trajectory.logprobs.tolist(),
             "policy_versions": trajectory.policy_versions.tolist(),
             "is_text": pieces.is_text,
+            "images": [
+                {"start": one.start, "num_tokens": one.num_tokens, "url": _url(one.image)} for one in trajectory.images
+            ],
             **{name: _spread(values, trajectory) for name, values in learned.items()},
         },
     }
@@ -122,7 +127,12 @@ def _turn(task: Task, turn: Turn) -> dict[str, Any]:
         made["asked"] = call.asked
         for found, record in zip(made["records"], call.records, strict=True):
             found["gold"] = is_evidence(task, record)
+            found["image"] = record.image and _url(record.image)
     return shown
+
+
+def _url(image: Image) -> str:
+    return f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
 
 
 def _spread(values: list[float], trajectory: Trajectory) -> list[float | None]:

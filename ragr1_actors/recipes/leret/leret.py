@@ -93,7 +93,7 @@ class ExamplesEnv(SearchEnv):
     async def reset(self, task: Task) -> list[Message]:
         """Return the prompt."""
         (prompt,) = await super().reset(task)
-        return [replace(prompt, content=f"{self._examples} {prompt.content}")] if self._examples else [prompt]
+        return [replace(prompt, content=f"{self._examples} {prompt.text}")] if self._examples else [prompt]
 
 
 def with_prompt_of(bare: Trajectory, trajectory: Trajectory) -> Trajectory:

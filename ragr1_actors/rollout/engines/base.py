@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from envs.grammars.tags import ANY_TAG, THINK
 from envs.observations import control_tokens, defuse, is_control
 from ragr1_actors.core.config import PolicySettings, SamplerConfig
+from ragr1_actors.core.content import Content, Image, PlacedImage, images_of, parts_of
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
 from ragr1_actors.core.models.model_code import check_code, code_refused
 from ragr1_actors.core.models.model_files import ADVICE, check_files
+from ragr1_actors.core.models.vision import ImageReader
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 from ragr1_actors.core.weight_transport import choose_transport
 
@@ -241,14 +243,60 @@ class PolicyTokenizer:
             ConfigError: the chat template refuses the messages.
         """
         if self._tokenizer.chat_template is None:
-            text = "\n".join(message.content for message in messages) + "\n"
+            text = "\n".join(self._spelled(message.content) for message in messages) + "\n"
             return [*self._first_ids, *self._backend.encode(text, add_special_tokens=False).ids]
         ids: list[int] = self._apply_template(messages, tokenize=True, add_generation_prompt=True)
         return ids
 
+    @cached_property
+    def _reader(self) -> ImageReader:
+        return ImageReader(self._policy_dir)
+
+    def image_ids(self, image: Image) -> list[int]:
+        """Return the token ids of an image: its start, its placeholders and its end.
+
+        Raises:
+            ConfigError: the policy reads no images, or none of this shape.
+        """
+        start, placeholder, end = self._reader.token_ids
+        rows, cols = self._reader.grid(image)
+        return [start, *[placeholder] * (rows * cols), end]
+
+    def place(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[PlacedImage]:
+        """Return the places of the images of messages among their token ids: only an image makes these tokens.
+
+        Raises:
+            ConfigError: the chat template leaves an image out, or repeats one.
+        """
+        start = self._reader.token_ids[0]
+        places = [position + 1 for position, token_id in enumerate(token_ids) if token_id == start]
+        if len(places) != len(images):
+            raise ConfigError(
+                f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: got a template that writes "
+                f"{len(places)} of {len(images)} images, expected all of them once; take another model"
+            )
+        return [PlacedImage(one, place, *self._reader.grid(one)) for one, place in zip(images, places, strict=True)]
+
+    def _spelled(self, content: Content) -> str:
+        """Return a content as text, with the names of an image's tokens in its place, and nowhere else."""
+        if isinstance(content, str):
+            return content
+        names = [self._added[token_id] for token_id in self._reader.token_ids] if images_of(content) else []
+
+        def plain(text: str) -> str:
+            for name in names:
+                text = text.replace(name, f"({name[1:-1]})")
+            return text
+
+        return "".join(
+            plain(part) if isinstance(part, str) else "".join(self._added[i] for i in self.image_ids(part))
+            for part in parts_of(content)
+        )
+
     def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
         """Return the chat template's text or token ids."""
-        return self._apply([{"role": message.role, "content": message.content} for message in messages], **options)
+        chat = [{"role": message.role, "content": self._spelled(message.content)} for message in messages]
+        return self._apply(chat, **options)
 
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_prompt: bool = True
@@ -413,6 +461,24 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free the model."""
+
+
+@runtime_checkable
+class SeeingEngine(Protocol):
+    """Further method of an engine whose policy reads images."""
+
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        """Take the images among the ids of the next ``generate`` of a trajectory, which have its placeholders."""
+
+
+def show_images(engine: Engine, request_id: str, images: Sequence[PlacedImage]) -> None:
+    """Give images to an engine; raises ``ConfigError`` if it takes none."""
+    if not isinstance(engine, SeeingEngine):
+        raise ConfigError(
+            f"env_runners.engine: got a message with an image, and {type(engine).__name__} takes texts only; set it to "
+            "transformers or endpoint"
+        )
+    engine.show(request_id, images)
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +19,12 @@ from yarl import URL
 
 from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
+from ragr1_actors.core.content import Content, images_of
 from ragr1_actors.core.credentials import read_secret, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
-from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, load_tokenizer
+from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, load_tokenizer, show_images
 from retrieval.http.retriever import HttpClient, StatusError, check_url, is_busy, retry
 
 LONGEST_PAUSE_S = 60.0
@@ -101,7 +103,8 @@ class ChatClient:
 
     async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """See ``ChatModel.chat``."""
-        return (await self.complete([{"role": one.role, "content": one.content} for one in messages], sampling)).text
+        chat = [{"role": one.role, "content": as_sent(one.content)} for one in messages]
+        return (await self.complete(chat, sampling)).text
 
     async def complete(
         self,
@@ -233,6 +236,8 @@ class EngineChat:
         tokenizer, engine = self._loaded = self._loaded or self._load()
         request_id = f"chat/{next(self._numbers)}"
         prompt_ids = tokenizer.prompt_ids(messages)
+        if images := images_of(*(message.content for message in messages)):
+            show_images(engine, request_id, tokenizer.place(prompt_ids, images))
         room = min(sampling.max_new_tokens, self._settings.max_context_tokens - len(prompt_ids))
         if room < 1:
             raise ValueError(
@@ -272,6 +277,20 @@ def _open(name: str, settings: ModelSettings) -> ChatModel:
         return EngineChat(settings)
     names = {field: f"{key}.{field}" for field in ("key_env", "model", "body")}
     return ChatClient(settings, settings.max_in_flight, Options(f"{key}.url", **names, load=f"{key}.max_in_flight"))
+
+
+def as_sent(content: Content) -> str | list[dict[str, Any]]:
+    """Return a content in the form of an endpoint: an image is a ``data:`` URL."""
+    if isinstance(content, str):
+        return content
+    sent: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, str):
+            sent += [{"type": "text", "text": part}] if part else []
+        else:
+            url = f"data:{part.media_type};base64,{b64encode(part.data).decode()}"
+            sent.append({"type": "image_url", "image_url": {"url": url}})
+    return sent
 
 
 def status_of(error: ServiceError) -> int:

@@ -26,6 +26,7 @@ from envs.grammars.calls import END_OF_THOUGHT, ToolSchema
 from envs.grammars.tags import THINK, open_thought, skip_thoughts
 from envs.observations import defuse
 from ragr1_actors.core.config import EndpointSettings
+from ragr1_actors.core.content import Content, Image, PlacedImage, changed, images_of, joined, parts_of, text_of
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, ServiceError, shortened
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineArguments
@@ -35,6 +36,7 @@ from ragr1_actors.rollout.engines.chat_client import (
     ChatAnswer,
     ChatClient,
     Options,
+    as_sent,
     status_of,
 )
 
@@ -78,6 +80,7 @@ class EndpointTokenizer:
         self._texts = ["", *_ROLES]
         self._ids: dict[str, int] = {}
         self._turns: dict[int, _Turn] = {}
+        self._images: dict[int, Image] = {}
 
     def encode(self, text: str) -> list[int]:
         """Return ids whose joined texts are ``text``."""
@@ -110,8 +113,23 @@ class EndpointTokenizer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return for every message the id of its role and the ids of its text; calls belong to ``sampled`` turns."""
-        told = [(message.role, message.content + message.notice) for message in messages]
-        return [token for role, text in told for token in (1 + _ROLES.index(role), *self.encode(text))]
+        ids = []
+        for message in messages:
+            ids.append(1 + _ROLES.index(message.role))
+            for part in parts_of(joined(message.content, message.notice)):
+                ids += self.encode(part) if isinstance(part, str) else self.image_ids(part)
+        return ids
+
+    def image_ids(self, image: Image) -> list[int]:
+        """Return one id for an image, a new one for each use."""
+        self._images[len(self._texts)] = image
+        self._texts.append("")
+        return [len(self._texts) - 1]
+
+    def place(self, token_ids: Sequence[int], images: Sequence[Image]) -> list[PlacedImage]:
+        """Return the places of images among token ids; an endpoint counts their tokens itself, so each has one here."""
+        places = [position for position, token_id in enumerate(token_ids) if token_id in self._images]
+        return [PlacedImage(image, place, 1, 1) for image, place in zip(images, places, strict=True)]
 
     def tool_ids(self, tools: Sequence[ToolSchema]) -> list[int]:
         """Return ids that tell the endpoint of tools, anywhere in a conversation; empty without tools."""
@@ -131,28 +149,34 @@ class EndpointTokenizer:
         The ids come from ``prompt_ids``, ``tool_ids`` and turns, with the user's text between two turns. A turn goes
         back with its calls if a result for each follows, as endpoints require, else as text.
         """
-        parts = [(_COUNTED, "")]  # the id of a role or turn, and the text after it
+        parts: list[tuple[int, list[Content]]] = [(_COUNTED, [""])]  # the id of a role or turn, and what follows it
+        text = ""
         for token_id in token_ids:
             if 1 <= token_id <= len(_ROLES) or token_id in self._turns:
-                parts.append((token_id, ""))
+                parts.append((token_id, [""]))
+                text = ""
+            elif token_id in self._images:
+                parts[-1][1].extend(((self._images[token_id],), ""))
+                text = ""
             else:
-                parts[-1] = (parts[-1][0], parts[-1][1] + self._texts[token_id])
+                text += self._texts[token_id]
+                parts[-1][1][-1] = text
         chat, tools, unanswered = list[dict[str, Any]](), list[ToolSchema](), list[str]()
-        for number, (first, text) in enumerate(parts):
-            role = self._texts[first]
+        for number, (first, after) in enumerate(parts):
+            role, content = self._texts[first], joined(*after)
             if role == _TOOLS:
-                tools = json.loads(text)
+                tools = json.loads(text_of(content))
             elif role == _TOOL and unanswered:
-                chat.append({"role": role, "tool_call_id": unanswered.pop(0), "content": text})
+                chat.append({"role": role, "tool_call_id": unanswered.pop(0), "content": as_sent(content)})
             elif role:
-                chat.append({"role": "user" if role == _TOOL else role, "content": text})
+                chat.append({"role": "user" if role == _TOOL else role, "content": as_sent(content)})
             elif turn := self._turns.get(first):
                 behind = parts[number + 1 : number + 1 + len(turn.call_ids)]
                 has_results = [self._texts[one] for one, _ in behind] == [_TOOL] * len(turn.call_ids)
                 unanswered = [*turn.call_ids] if has_results else []
                 chat.append(dict(turn.message) if unanswered else {"role": "assistant", "content": turn.text})
-            if not role and text.strip():
-                chat.append({"role": "user", "content": text.strip()})
+            if not role and (images_of(content) or text_of(content).strip()):
+                chat.append({"role": "user", "content": as_sent(changed(content, str.strip))})
         return chat, tools
 
 
@@ -198,6 +222,9 @@ class EndpointEngine:
 
     def release(self, request_id: str) -> None:
         """Do nothing: nothing is kept."""
+
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        """Do nothing: the ids have the images."""
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Raise ``EngineError``: only the endpoint changes its weights."""

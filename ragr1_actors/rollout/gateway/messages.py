@@ -202,7 +202,7 @@ def _refuse(given: dict[str, Any], choice: object) -> None:
 def in_front(messages: Sequence[Message]) -> list[Message]:
     """Return a whole conversation with one system message at the front, as chat templates refuse others."""
     num_leading = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
-    leading = "\n\n".join(message.content for message in messages[:num_leading])
+    leading = "\n\n".join(message.text for message in messages[:num_leading])
     return [Message("system", leading)] * (num_leading > 0) + behind(messages[num_leading:])
 
 

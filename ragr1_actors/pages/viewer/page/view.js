@@ -148,6 +148,9 @@ function tokens(given) {
   const low = versions.reduce((a, b) => Math.min(a, b), Infinity), high = versions.reduce((a, b) => Math.max(a, b), -Infinity);
   given.pieces.forEach((piece, index) => {
     if (index && given.row_starts.includes(index)) box.append(node("p", { class: "soft" }, `row ${given.row_starts.indexOf(index) + 1}: the conversation was rewritten`));
+    const image = given.images.find((one) => index >= one.start && index < one.start + one.num_tokens);
+    if (image && index > image.start) return;
+    if (image) { box.append(node("img", { src: image.url, alt: `image, ${image.num_tokens} tokens from ${index} on`, title: `image, ${image.num_tokens} tokens from ${index} on` })); return; }
     const kind = given.kind_names[given.kinds[index]] || "unknown", isModel = kind === "model";
     const token = node("span", { title: `${kind}, token ${index}` + (isModel ? `, log-prob ${number(given.logprobs[index], 4)}, policy version ${given.policy_versions[index]}` +
       Object.entries(LEARNED).map(([name, key]) => (given[key] ? `, ${name} ${number(given[key][index], 4)}` : "")).join("") : "") }, given.is_text ? piece : piece + " ");
@@ -166,7 +169,7 @@ function turn(given, index) {
       ` · ${call.tool} · ${number(call.latency_s * 1000, 0)} ms, waited ${number(call.waited_s * 1000, 0)} ms${call.is_cached ? " · from the cache" : ""} · ${call.records.length} documents`),
     ...(call.result ? [node("pre", {}, call.result)] : []),
     ...call.records.map((found) => node("div", { class: "doc" }, node("span", { class: found.gold ? "gold" : "soft" },
-      `${number(found.score, 3)} · ${found.title} · ${found.id}${found.gold ? " · evidence" : ""}`), node("p", {}, found.text))))));
+      `${number(found.score, 3)} · ${found.title} · ${found.id}${found.gold ? " · evidence" : ""}`), node("p", {}, found.text), found.image ? node("img", { src: found.image, alt: found.title }) : null)))));
 }
 async function siblings() {
   const all = await Promise.all(detail.siblings.map((row) => get("api/trajectory", { file: row.file, id: row.trajectory_id })));

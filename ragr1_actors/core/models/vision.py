@@ -1,0 +1,100 @@
+"""Vision of a policy: the pixels, placeholders and positions of images, for the engine and the learner alike.
+
+::
+
+    Image ──grid──► rows x cols placeholders among the token ids
+          ──patches──► the model's vision tower ──► an embedding per placeholder
+
+The families are those of transformers whose text model takes embeddings and rotary positions in three axes (M-RoPE,
+arXiv:2409.12191): Qwen2.5-VL and Qwen3-VL. A placeholder is known by its place and not by its id: the policy may sample
+the id, which then is a token like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragr1_actors.core.content import Image, PlacedImage
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.images import decoded, size_of
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""Values of ``model_type`` whose images are read."""
+_TOKENS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+
+
+class ImageReader:
+    """Reader of images with the settings in a policy's folder; without vision, it refuses every image."""
+
+    def __init__(self, policy_dir: str | Path) -> None:
+        """Take a policy's folder or hub name; nothing is read before the first image."""
+        self._policy_dir = policy_dir
+        self.grid = lru_cache(1024)(self._grid)
+        """Function that returns the rows and columns of an image's placeholders."""
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        from transformers import PretrainedConfig
+
+        found, _ = PretrainedConfig.get_config_dict(self._policy_dir)
+        if found.get("model_type") not in FAMILIES:
+            raise ConfigError(
+                f"policy.model: got a message with an image, and {self._policy_dir} of the type "
+                f"{found.get('model_type')} reads none here; take a model of the types {', '.join(FAMILIES)}"
+            )
+        return found
+
+    @cached_property
+    def _processor(self) -> Any:
+        # by name: with torchvision AutoImageProcessor resizes with other rounding
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        assert self._config
+        return Qwen2VLImageProcessorPil.from_pretrained(self._policy_dir)
+
+    @cached_property
+    def token_ids(self) -> tuple[int, int, int]:
+        """Ids of the tokens before, of and after an image; ``ConfigError`` if the policy reads none."""
+        before, placeholder, after = (int(self._config[name]) for name in _TOKENS)
+        return before, placeholder, after
+
+    def _grid(self, image: Image) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        processor, (width, height) = self._processor, size_of(image)
+        factor, size = processor.patch_size * processor.merge_size, processor.size
+        try:
+            rows, cols = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        except ValueError as error:
+            raise ConfigError(f"got an image of {width} x {height} pixels: {error}; crop it") from error
+        return rows // factor, cols // factor
+
+    def patches(self, images: Sequence[Image]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the patches of images, ``[num_patches, size]``, and time, rows and columns of each, ``[n, 3]``."""
+        found = self._processor([decoded(image) for image in images])
+        return np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)
+
+
+def rope_positions(num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64]:
+    """Return the rotary positions of a row, ``[3, num_tokens]``: time, height and width.
+
+    A text's token has one position in all axes. The placeholders of an image share its first in time, and count its
+    rows and columns from there; the text after it goes on behind the largest.
+    """
+    positions = np.empty((3, num_tokens), np.int64)
+    done = position = 0
+    for one in images:
+        positions[:, done : one.start] = position + np.arange(one.start - done)
+        position += one.start - done
+        done = one.start + one.num_tokens
+        here = positions[:, one.start : done].reshape(3, one.rows, one.cols)
+        here[0], here[1], here[2] = position, position + np.arange(one.rows)[:, None], position + np.arange(one.cols)
+        position += max(one.rows, one.cols)
+    positions[:, done:] = position + np.arange(num_tokens - done)
+    return positions
