@@ -31,6 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
+from ragr1_actors.core.content import Image, PlacedImage
+from ragr1_actors.core.models.vision import rope_positions
 from ragr1_actors.core.types import TokenKind, Trajectory
 
 MAX_BLOCK_PADDING = 0.125
@@ -57,6 +59,20 @@ class FlatTrajectories:
     first_sequences: NDArray[np.int64]  # [N + 1], the first sequence of each trajectory, and S
     rollout_logprobs: NDArray[np.float32]  # [M], under the engine that sampled
     policy_versions: NDArray[np.int32]  # [M], version of the weights that sampled each token; -1 where none did
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens of all sequences, in their order."""
+    rope_ids: NDArray[np.int64] | None = None  # [3, num_tokens]
+    """Rotary positions of every token in its sequence; None without images."""
+
+    @cached_property
+    def contents(self) -> NDArray[np.int64]:
+        """Token ids with a number of its image, below 0, for each placeholder: equal ones have equal states."""
+        if not self.images:
+            return self.token_ids
+        found, numbers = self.token_ids.copy(), dict[Image, int]()
+        for one in self.images:
+            found[one.start : one.start + one.num_tokens] = -1 - numbers.setdefault(one.image, len(numbers))
+        return found
 
     @cached_property
     def model_positions(self) -> NDArray[np.int64]:
@@ -218,6 +234,10 @@ class MicroBatch:
     predicted_by: torch.Tensor | None = None  # [M] of int64
     """Entry of ``predict_positions`` for each MODEL token; None if each has an entry. Sequences with the same token
     after the same tokens share an entry: P is at most M."""
+    rope_ids: torch.Tensor | None = None  # [3, T] of int64
+    """Rotary positions of every token; None without images: ``position_ids``."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens of the row, each place once."""
 
     @property
     def num_tokens(self) -> int:
@@ -261,6 +281,7 @@ def flatten(trajectories: Sequence[Trajectory], trained_kinds: frozenset[TokenKi
                 name = trajectory.trajectory_id
                 raise ValueError(f"trajectory {name}: expected a prompt before the first MODEL token of a row")
             lengths.append(row.stop - row.start)
+    images = _images(trajectories)
     response_mask = np.concatenate([_is_trained(trajectory.kinds, kinds) for trajectory in trajectories])
     offsets = np.cumsum([0, *lengths])
     return FlatTrajectories(
@@ -271,7 +292,23 @@ def flatten(trajectories: Sequence[Trajectory], trained_kinds: frozenset[TokenKi
         first_sequences=np.cumsum([0, *(len(trajectory.rows) for trajectory in trajectories)]),
         rollout_logprobs=np.concatenate([trajectory.logprobs for trajectory in trajectories])[response_mask],
         policy_versions=np.concatenate([trajectory.policy_versions for trajectory in trajectories])[response_mask],
+        images=images,
+        rope_ids=_rope_ids(offsets, images) if images else None,
     )
+
+
+def _images(trajectories: Sequence[Trajectory]) -> tuple[PlacedImage, ...]:
+    starts = accumulate((one.num_tokens for one in trajectories), initial=0)
+    pairs = zip(trajectories, starts, strict=False)
+    return tuple(replace(image, start=start + image.start) for one, start in pairs for image in one.images)
+
+
+def _rope_ids(offsets: NDArray[np.int64], images: Sequence[PlacedImage]) -> NDArray[np.int64]:
+    within: list[list[PlacedImage]] = [[] for _ in offsets[1:]]
+    for one, number in zip(images, np.searchsorted(offsets, [one.start for one in images], "right") - 1, strict=True):
+        within[number].append(replace(one, start=one.start - int(offsets[number])))
+    lengths = np.diff(offsets).tolist()
+    return np.concatenate([rope_positions(n, own) for n, own in zip(lengths, within, strict=True)], axis=1)
 
 
 def _is_trained(kinds: NDArray[np.uint8], trained: list[TokenKind]) -> NDArray[np.bool_]:
@@ -312,7 +349,7 @@ def _sorted_by_tokens(flat: FlatTrajectories, indices: Sequence[int]) -> list[in
     """Sort sequences as texts are sorted: the one with the smaller token at their first difference comes first."""
 
     def key(index: int) -> bytes:  # big-endian bytes compare as the numbers do
-        return flat.token_ids[flat.offsets[index] : flat.offsets[index + 1]].astype(">u8").tobytes()
+        return flat.contents[flat.offsets[index] : flat.offsets[index + 1]].astype(">u8").tobytes()
 
     return sorted(indices, key=key)
 
@@ -321,7 +358,7 @@ def _common(flat: FlatTrajectories, one: int, two: int) -> int:
     """Return the number of tokens with which both sequences begin."""
     starts = flat.offsets[[one, two]]
     count = int((flat.offsets[[one + 1, two + 1]] - starts).min())
-    is_equal = np.equal(*(flat.token_ids[start : start + count] for start in starts))
+    is_equal = np.equal(*(flat.contents[start : start + count] for start in starts))
     return count if is_equal.all() else int(is_equal.argmin())
 
 
@@ -405,13 +442,14 @@ def pack(
     num_models = np.diff(flat.model_offsets)[order]
     column_index = _ranges(flat.model_offsets[order], num_models)
     in_sequences = flat.model_positions[column_index] + np.repeat(sequence_starts - starts, num_models)
-    token_ids = flat.token_ids[_ranges(starts, lengths)]
+    places = _ranges(starts, lengths)
+    token_ids = flat.token_ids[places]
     position_ids = _ranges(np.zeros_like(starts), lengths)
     target_ids, predicting, shared, predicted_by = token_ids[in_sequences], in_sequences - 1, None, None
     if any(num_common.values()):
         shared = _share(flat, chosen, num_common)
         origin = shared.origin.numpy()
-        token_ids, position_ids = token_ids[origin], position_ids[origin]
+        token_ids, position_ids, places = token_ids[origin], position_ids[origin], places[origin]
         pairs, entries = np.unique(shared.spread.numpy()[predicting] << 32 | target_ids, return_inverse=True)
         predicting, target_ids = pairs >> 32, pairs & (2**32 - 1)
         predicted_by = torch.from_numpy(entries)
@@ -424,7 +462,18 @@ def pack(
         layout=packed_layout(lengths.tolist(), [num_common[index] for index in chosen], shared),
         weight=1.0 if len(indices) else 0.0,
         predicted_by=predicted_by,
+        rope_ids=None if flat.rope_ids is None else torch.from_numpy(flat.rope_ids[:, places]),
+        images=_images_at(flat, places),
     )
+
+
+def _images_at(flat: FlatTrajectories, places: NDArray[np.int64]) -> tuple[PlacedImage, ...]:
+    """Return the images of a row, whose tokens come from ``places`` of the batch."""
+    if not flat.images:
+        return ()
+    starts = {one.start: one for one in flat.images}
+    positions = np.flatnonzero(np.isin(places, [*starts])).tolist()
+    return tuple(replace(starts[int(places[position])], start=position) for position in positions)
 
 
 def _num_common(flat: FlatTrajectories, indices: Sequence[int]) -> dict[int, int]:

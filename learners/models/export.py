@@ -55,8 +55,9 @@ def copy_arrays(tensors: Iterator[WholeTensor], rank: int, is_tied: bool, dtype:
     if dtype == torch.bfloat16:
         copies = {name: copy.view(torch.uint16) for name, copy in copies.items()}
     weights: State = {name: copy.numpy() for name, copy in copies.items()}
-    if is_tied and "model.embed_tokens.weight" in weights:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    for name in ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"):
+        if is_tied and name in weights:
+            weights["lm_head.weight"] = weights[name]
     return weights
 
 

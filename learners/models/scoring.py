@@ -22,10 +22,12 @@ from learners.models.attention import PACKED_ATTENTION
 from learners.models.scoring_head import ScoringHead
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
-from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
+from ragr1_actors.core.models.huggingface import AutoModelForCausalLM, AutoModelForImageTextToText
 from ragr1_actors.core.models.model_code import check_code
 from ragr1_actors.core.models.model_files import ADVICE, LOAD_ERRORS, check_files
 from ragr1_actors.core.models.process_memory import limit_kernel_caches
+from ragr1_actors.core.models.vision import reads_images
+from ragr1_actors.core.models.vision_inputs import VisionInputs
 
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
 """Names in configurations of what a model does to its logits that is not one factor, or not one that is known here."""
@@ -53,11 +55,12 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code)
         self.model.set_output_embeddings(ScoringHead(self.model.get_output_embeddings()))
+        self._vision = VisionInputs(self.model, policy_dir) if reads_images(policy_dir) else None
         self.temperature = temperature / logit_factor(self.model.config.get_text_config())
 
     def forward(self, batch: MicroBatch) -> TokenOutputs:
         """Score the MODEL tokens of a packed row."""
-        hidden_TC = packed_hidden_states(self.model.get_decoder(), batch)
+        hidden_TC = packed_hidden_states(self.model.get_decoder(), batch, self._vision)
         hidden_PC = hidden_TC.index_select(0, batch.predict_positions)
         outputs = self.model.get_output_embeddings()(hidden_PC, batch.target_ids, self.temperature)
         return TokenOutputs(*(batch.per_model_token(values_P) for values_P in outputs))
@@ -71,6 +74,8 @@ class ValueModel(nn.Module):
     ) -> None:
         """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
+        if reads_images(policy_dir):
+            raise ConfigError("training.algorithm: a critic reads no images; take grpo or another one without a critic")
         self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code).get_decoder()
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
@@ -101,8 +106,12 @@ def load_causal_lm(
     show_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it would show one bar per rank, for a local file
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            policy_dir, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+        sees = reads_images(policy_dir)
+        loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        # patches attend to each other in both directions, image by image
+        attention = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"} if sees else PACKED_ATTENTION
+        model = loader.from_pretrained(
+            policy_dir, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     except KeyError as error:  # the model looks attention up in another table
         if error.args != (PACKED_ATTENTION,):
@@ -150,19 +159,21 @@ def logit_factor(config: Any) -> float:
     return factor * scaling if config.model_type == "hyperclovax" else factor / scaling  # the others divide
 
 
-def packed_hidden_states(backbone: nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Run the backbone over a packed row and return ``[T, C]``.
+def packed_hidden_states(backbone: nn.Module, batch: MicroBatch, vision: VisionInputs | None = None) -> torch.Tensor:
+    """Run the backbone over a packed row and return ``[T, C]``; ``vision`` makes the inputs of one that has images.
 
     Kernels of recurrent layers and convolutions take the sequences of the row as ``cu_seq_lens_q`` or ``seq_idx``.
     """
+    token_ids = batch.token_ids.unsqueeze(0)
+    rope_ids = batch.position_ids if batch.rope_ids is None else batch.rope_ids
     layout, numbers = batch.layout, None
     if layout.shared is None:
         lengths = layout.boundaries.diff()
         numbers = torch.arange(len(lengths), dtype=torch.int32, device=lengths.device)
         numbers = numbers.repeat_interleave(lengths, output_size=batch.num_tokens).unsqueeze(0)
     output = backbone(
-        input_ids=batch.token_ids.unsqueeze(0),
-        position_ids=batch.position_ids.unsqueeze(0),
+        **({"input_ids": token_ids} if vision is None else vision(token_ids, batch.images, runs_always=True)),
+        position_ids=rope_ids.unsqueeze(-2),
         use_cache=False,
         packing=layout.for_one_pass(),
         cu_seq_lens_q=layout.boundaries if layout.shared is None else None,
@@ -182,4 +193,5 @@ def pair_cost(model: Any) -> float:
     """
     num_parameters = num_elements(model.get_decoder().parameters())
     num_parameters -= num_elements(model.get_input_embeddings().parameters())
-    return float(model.config.num_hidden_layers * model.config.hidden_size / num_parameters)
+    config = model.config.get_text_config()
+    return float(config.num_hidden_layers * config.hidden_size / num_parameters)

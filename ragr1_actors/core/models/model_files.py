@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from ragr1_actors.core.disk.digests import check_digests
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.models.vision import reads_images
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 ADVICE = "copy the folder again, or take another model or checkpoint"
@@ -56,7 +57,7 @@ def check_files(folder: str | Path, *, weights: bool = False) -> None:
 
 
 def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -> Any:
-    """Return the result of ``AutoModelForCausalLM.from_pretrained`` with ``options``.
+    """Return a causal language model, with ``options`` of its class's ``from_pretrained``.
 
     With ``device_map="meta"`` no weights are read. ``check_files`` has read the files before.
 
@@ -65,13 +66,14 @@ def load_model(policy: str | Path, *, trust_remote_code: bool, **options: Any) -
     """
     from huggingface_hub.errors import StrictDataclassError
 
-    from ragr1_actors.core.models.huggingface import AutoModelForCausalLM
+    from ragr1_actors.core.models.huggingface import AutoModelForCausalLM, AutoModelForImageTextToText
     from ragr1_actors.core.models.process_memory import limit_kernel_caches
 
     limit_kernel_caches()
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loader: Any = AutoModelForImageTextToText if reads_images(policy) else AutoModelForCausalLM
+            loaded: Any = loader.from_pretrained(
                 policy,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,

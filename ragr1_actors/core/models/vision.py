@@ -80,13 +80,33 @@ class ImageReader:
         found = self._processor([decoded(image) for image in images])
         return np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)
 
+    def blank(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the patches of a grey image of one placeholder."""
+        processor = self._processor
+        side = processor.merge_size
+        size = 3 * processor.temporal_patch_size * processor.patch_size**2
+        return np.zeros((side**2, size), np.float32), np.array([[1, side, side]])
 
-def rope_positions(num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np.int64]:
-    """Return the rotary positions of a row, ``[3, num_tokens]``: time, height and width.
+
+def reads_images(policy_dir: str | Path) -> bool:
+    """Return whether a policy in a folder or of a hub name is of ``FAMILIES``."""
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(policy_dir)[0].get("model_type") in FAMILIES
+    except (OSError, ValueError):  # what loads the model says what is wrong
+        return False
+
+
+def rope_positions(num_tokens: int, images: Sequence[PlacedImage], start: int = 0) -> NDArray[np.int64]:
+    """Return the rotary positions of a row from ``start`` on, ``[3, num_tokens - start]``: time, height and width.
 
     A text's token has one position in all axes. The placeholders of an image share its first in time, and count its
     rows and columns from there; the text after it goes on behind the largest.
     """
+    if all(one.start + one.num_tokens <= start for one in images):
+        shift = sum(max(one.rows, one.cols) - one.num_tokens for one in images)
+        return np.tile(np.arange(start, num_tokens) + shift, (3, 1))
     positions = np.empty((3, num_tokens), np.int64)
     done = position = 0
     for one in images:
@@ -97,4 +117,4 @@ def rope_positions(num_tokens: int, images: Sequence[PlacedImage]) -> NDArray[np
         here[0], here[1], here[2] = position, position + np.arange(one.rows)[:, None], position + np.arange(one.cols)
         position += max(one.rows, one.cols)
     positions[:, done:] = position + np.arange(num_tokens - done)
-    return positions
+    return positions[:, start:]

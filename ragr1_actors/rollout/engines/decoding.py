@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.models.huggingface import Cache, CacheLayerMixin, PretrainedConfig
 from ragr1_actors.core.models.process_memory import release_cache
 from ragr1_actors.core.types import Completion, OnText, Sampling
@@ -252,6 +253,10 @@ class Session:
     """Number of tokens whose keys and values are in the cache."""
     sampling: Sampling = field(default_factory=lambda: Sampling(0))
     num_prompt: int = 0
+    images: Sequence[PlacedImage] = ()
+    """Images among the tokens."""
+    shown: Sequence[PlacedImage] = ()
+    """Images for the next turn."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     future: asyncio.Future[Completion] | None = None

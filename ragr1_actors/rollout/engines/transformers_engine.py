@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import EngineError, one_line
 from ragr1_actors.core.models.huggingface import PreTrainedModel
 from ragr1_actors.core.models.model_files import load_model
+from ragr1_actors.core.models.vision import reads_images, rope_positions
+from ragr1_actors.core.models.vision_inputs import VisionInputs
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, as_weight, in_parts
 from ragr1_actors.rollout.engines.adapters import merged_weights
@@ -65,9 +69,10 @@ class TransformersEngine:
         self.version = settings.version
         """Policy version of the weights in ``model``; during an update, of the weights before it."""
         self._device = torch.device(settings.device)
+        self._vision = VisionInputs(model, policy_dir) if reads_images(policy_dir) else None
         self._tokenizer = tokenizer
         most = (settings.max_rows, settings.max_context_tokens)
-        self._cache = RowCache(model.config, model.dtype, self._device, *most)
+        self._cache = RowCache(model.config.get_text_config(), model.dtype, self._device, *most)
         self._max_rows = settings.max_rows
         self._sessions: dict[str, Session] = {}
         self._resident: list[Session] = []  # index is the row
@@ -98,7 +103,13 @@ class TransformersEngine:
             session = self._sessions[request_id] = Session(request_id, row=-1)
         if session.future is not None:
             raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
+        images, session.shown = session.shown, ()
         session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
+        # other images may have the same placeholders
+        if session.images != images:
+            changed = {*session.images} ^ {*images}
+            session.num_cached = min([session.num_cached, *(one.start for one in changed)])
+            session.images = images
         # At least one token is computed, since the logits of the last one are needed
         session.num_cached = min(session.num_cached, len(prompt_token_ids) - 1)
         session.tokens = list(prompt_token_ids)
@@ -111,6 +122,10 @@ class TransformersEngine:
         if self._loop_task is None or self._loop_task.done():
             self._loop_task = asyncio.create_task(self._serve())
         return await session.future
+
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        """See ``SeeingEngine``."""
+        self._sessions.setdefault(request_id, Session(request_id, row=-1)).shown = images
 
     def release(self, request_id: str) -> None:
         """Drop a trajectory that is not being generated, and free its row."""
@@ -292,6 +307,7 @@ class TransformersEngine:
         self._cache.reserve(len(self._resident), length)
         input_ids = np.zeros((len(sessions), num_new), dtype=np.int64)
         positions = np.full((len(sessions), num_new), -1, dtype=np.int64)
+        starts = [session.num_cached for session in sessions]
         for i, session in enumerate(sessions):
             new = len(session.tokens) - session.num_cached
             input_ids[i, num_new - new :] = session.tokens[session.num_cached :]
@@ -302,6 +318,9 @@ class TransformersEngine:
         self._cache.select(rows, position_ids.masked_fill(is_padding, self._cache.scratch), length)
         position_ids = position_ids.clamp(min=0)  # padding attends to column 0, and is never read
         mask = torch.arange(length, device=self._device) <= position_ids.unsqueeze(-1)  # [n, num_new, length]
+        if self._vision is not None:
+            self._take(sessions, self._see(sessions, input_ids, starts, mask))
+            return
         logits = self.model(
             input_ids=torch.from_numpy(input_ids).to(self._device),
             attention_mask=mask.unsqueeze(1),
@@ -311,6 +330,28 @@ class TransformersEngine:
             logits_to_keep=1,
         ).logits[:, -1]
         self._take(sessions, logits)
+
+    def _see(
+        self, sessions: list[Session], input_ids: NDArray[np.int64], starts: Sequence[int], mask: Tensor
+    ) -> Tensor:
+        """Return the last logits of a policy that reads images; ``starts`` are the first tokens that are computed."""
+        assert self._vision is not None
+        num_new = input_ids.shape[1]
+        positions, images = np.zeros((3, *input_ids.shape), dtype=np.int64), list[PlacedImage]()
+        for i, (session, start) in enumerate(zip(sessions, starts, strict=True)):
+            end = len(session.tokens)
+            positions[:, i, num_new - (end - start) :] = rope_positions(end, session.images, start)
+            shift = (i + 1) * num_new - end
+            images += [replace(one, start=one.start + shift) for one in session.images if one.start >= start]
+        hidden = self.model.get_decoder()(
+            **self._vision(torch.from_numpy(input_ids).to(self._device), images),
+            attention_mask=mask.unsqueeze(1),
+            position_ids=torch.from_numpy(positions).to(self._device),
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        logits: Tensor = self.model.get_output_embeddings()(hidden[:, -1])
+        return logits
 
     def _take(self, sessions: list[Session], logits: Tensor) -> None:
         """Sample one token for each session, and finish the sessions that are done."""

@@ -1,0 +1,153 @@
+"""Rows with images: a learner's packed row computes what transformers computes, sequence by sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vision_world import Alone, make_seeing, page, seen_trajectory
+
+from learners.models.scoring import PolicyModel, ValueModel
+from learners.packing import flatten, pack
+from ragr1_actors.core.content import PlacedImage
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.models.vision import FAMILIES, ImageReader, rope_positions
+from ragr1_actors.core.types import Trajectory
+from ragr1_actors.rollout.engines.base import PolicyTokenizer
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_seeing(tmp_path_factory.mktemp("seeing"), request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PolicyTokenizer:
+    return PolicyTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Alone:
+    return Alone(folder, ImageReader(folder))
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> PolicyModel:
+    return PolicyModel(folder, torch.float32, 0.7)
+
+
+def attempts(tokenizer: PolicyTokenizer, seed: int) -> list[Trajectory]:
+    """Attempts that begin with a page, one with another page of its size, one without images, and one rewritten."""
+    rng = np.random.default_rng(seed)
+    one, other = page(seed=10), page(seed=11)
+    alike = [seen_trajectory(tokenizer, rng, ("Look", one, "?"), turns=int(rng.integers(1, 4))) for _ in range(3)]
+    return [
+        *alike,
+        replace(alike[0], images=(replace(alike[0].images[0], image=other), *alike[0].images[1:])),
+        seen_trajectory(tokenizer, rng, ("What is on the page?",), turns=1),
+        seen_trajectory(tokenizer, rng, ("What", page(32, 8), one, "?"), turns=3, rewritten=True),
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 4)), max_size=4),
+    st.integers(0, 5),
+    st.data(),
+)
+def test_rotary_positions_of_a_part_are_those_of_the_whole(
+    images: list[tuple[int, int, int]], rest: int, data: st.DataObject
+) -> None:
+    places, done = [], 0
+    for gap, rows, cols in images:
+        places.append(PlacedImage(page(), done + gap, rows, cols))
+        done += gap + rows * cols
+    whole = rope_positions(done + rest, places)
+    start = data.draw(st.integers(0, done + rest))
+    assert (rope_positions(done + rest, places, start) == whole[:, start:]).all()
+
+
+def test_rotary_positions_are_those_of_transformers(tokenizer: PolicyTokenizer, alone: Alone, folder: Path) -> None:
+    found = seen_trajectory(tokenizer, np.random.default_rng(0), ("Look", page(40, 8), page(8, 24), "?"), turns=3)
+    ids = torch.from_numpy(found.token_ids).long()[None]
+    reader = ImageReader(folder)
+    _, grids = reader.patches([one.image for one in found.images])
+    types = (ids == reader.token_ids[1]).int()
+    theirs, _ = alone.model.model.get_rope_index(ids, types, image_grid_thw=torch.from_numpy(grids))
+    assert (theirs[:, 0].numpy() == rope_positions(found.num_tokens, found.images)).all()
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**31), st.randoms(use_true_random=False))
+def test_a_packed_row_has_the_gradients_of_its_sequences_one_at_a_time(
+    tokenizer: PolicyTokenizer, alone: Alone, policy: PolicyModel, seed: int, order: object
+) -> None:
+    trajectories = attempts(tokenizer, seed)
+    flat = flatten(trajectories)
+    chosen = list(range(len(flat.lengths)))
+    order.shuffle(chosen)  # type: ignore[attr-defined]
+    row = pack(flat, chosen)
+    # a page that several attempts begin with is in a row once, if the row shares what is common
+    assert len(row.images) <= len(flat.images) - 2 * (row.layout.shared is not None)
+    policy.zero_grad()
+    logprobs = policy(row).logprobs
+    logprobs.sum().backward()
+    alone.model.zero_grad()
+    expected = torch.zeros(len(flat.model_positions))
+    number = 0
+    for trajectory in trajectories:
+        for part in trajectory.rows:
+            images = [one.image for one in trajectory.images if part.start <= one.start < part.stop]
+            ids = torch.from_numpy(trajectory.token_ids[part]).long()
+            scores = (alone.logits(ids.tolist(), images) / 0.7).log_softmax(-1)
+            at = torch.from_numpy(trajectory.kinds[part] == 1).nonzero()[:, 0]
+            values = scores[at - 1, ids[at]]
+            expected[slice(*flat.model_offsets[number : number + 2].tolist())] = values.detach()
+            values.sum().backward()
+            number += 1
+    torch.testing.assert_close(logprobs.detach(), expected[row.column_index], atol=2e-5, rtol=0)
+    theirs = dict(alone.model.named_parameters())
+    for name, ours in policy.model.named_parameters():
+        grad = theirs[name.replace("lm_head.head", "lm_head")].grad
+        assert (ours.grad is not None and grad is not None and grad.abs().max() > 0) or ".k_proj.bias" in name, name
+        scale = grad.abs().max().clamp(min=1)
+        torch.testing.assert_close(ours.grad / scale, grad / scale, atol=2e-5, rtol=0, msg=name)
+
+
+def test_other_pixels_of_the_same_size_are_another_beginning(tokenizer: PolicyTokenizer, policy: PolicyModel) -> None:
+    one, *_, other = attempts(tokenizer, 0)[:4]
+    assert (one.token_ids == other.token_ids).all()
+    flat = flatten([one, other])
+    row = pack(flat, [0, 1])
+    scores = torch.zeros(len(flat.model_positions))
+    scores[row.column_index] = policy(row).logprobs.detach()
+    ours, theirs = scores.chunk(2)
+    assert (ours - theirs).abs().max() > 1e-3
+
+
+def test_a_sampled_placeholder_is_a_token_like_any_other(tokenizer: PolicyTokenizer, policy: PolicyModel) -> None:
+    found = attempts(tokenizer, 0)[0]
+    ids = found.token_ids.copy()
+    ids[np.flatnonzero(found.kinds == 1)[0]] = tokenizer.image_ids(page())[1]
+    sampled = replace(found, token_ids=ids)
+    row = pack(flatten([sampled]), [0])
+    assert len(row.images) == len(found.images) and torch.isfinite(policy(row).logprobs).all()
+
+
+def test_a_row_without_images_trains_the_tower_by_zero(tokenizer: PolicyTokenizer, policy: PolicyModel) -> None:
+    """Ranks reduce the gradients of all weights together, whatever is in their rows."""
+    policy.zero_grad()
+    policy(pack(flatten([attempts(tokenizer, 0)[4]]), [0])).logprobs.sum().backward()
+    tower = [value.grad for name, value in policy.named_parameters() if ".visual." in name]
+    assert all(grad is not None and not grad.any() for grad in tower)
+
+
+def test_a_critic_refuses_a_policy_that_reads_images(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="a critic reads no images"):
+        ValueModel(folder, torch.float32, False)
