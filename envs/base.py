@@ -141,6 +141,8 @@ class EnvContext:
     """Seed of the environment's random draws; it differs between trajectories."""
     parser: Callable[[Sequence[ToolSchema]], TurnParser] | None = None
     """Makes the parser of a turn's tool calls; None where ``policy.chat_format`` is ``tags``."""
+    seen: list[Image] = field(default_factory=list)
+    """Images that the policy of this trajectory has seen, in their order; its environment adds them."""
     mcp: dict[str, McpClient] = field(default_factory=dict)
     """Clients of ``environment.mcp`` that the trajectories of an env runner share, by name; made when first used."""
 

@@ -31,6 +31,7 @@ from envs.grammars.tags import (
 from envs.observations import format_observation
 from envs.options import SearchOptions
 from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.content import joined
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import named
 from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall
@@ -124,7 +125,9 @@ class SearchEnv(TextEnv):
         if not clean.queries:
             return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={**clean.counts, "malformed": 1.0})
         results = await searches.answer(clean.queries)
-        observation = self._laid_out(clean.queries, [result.passages for result in results])
+        found = [result.passages for result in results]
+        images = [(one.image,) for passages in found for one in passages if one.image is not None]
+        observation = joined(self._laid_out(clean.queries, found), *images)
         calls = tuple(
             result.call(query, self.options.top_k, ended) for query, result in zip(clean.queries, results, strict=True)
         )

@@ -185,7 +185,7 @@ def test_a_function_without_a_hint_or_a_description_is_refused_with_its_line(fun
         ([f"{HERE}:TASK"], "is neither a function nor a subclass of Tool"),
         ([f"{HERE}:add", f"{HERE}:Counter"], "two tools are named add"),
         ([f"{HERE}:nothing"], "has no 'nothing'"),
-        (["serch"], "expected one of open_page, read_section, search or my_module"),
+        (["serch"], "expected one of crop, open_page, read_section, search, zoom or my_module"),
     ],
 )
 def test_what_is_no_tool_is_refused(names: list[str], problem: str) -> None:
@@ -495,7 +495,7 @@ def test_tools_need_a_format_with_calls(tmp_path: Path) -> None:
         ({"environment": {"env": "tools", "tools": [f"{HERE}:no_docs"]}}, "no_docs"),
         (
             {"environment": {"env": "tools", "tools": ["serch"]}},
-            "got 'serch', expected one of open_page,",
+            "got 'serch', expected one of crop, open_page,",
         ),
         (
             {"environment": {"env": "tools"}, "policy": {"chat_format": "pythonic"}},

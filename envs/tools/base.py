@@ -29,13 +29,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, get_type_hints
 
 from envs.base import EnvContext
 from envs.grammars.calls import ToolSchema, own_types
 from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
+from ragr1_actors.core.content import Content, Image, changed, text_of
 from ragr1_actors.core.errors import ConfigError, ToolError, one_line, shortened, valid_unicode
 from ragr1_actors.core.process.users_code import contained, in_thread
 from ragr1_actors.core.resolve import load_object, named
@@ -48,8 +49,8 @@ Arguments = Mapping[str, Any]
 class ToolResult:
     """Answer of a tool to one call."""
 
-    text: str
-    """Text for the policy."""
+    text: Content
+    """Text for the policy, or texts and images."""
     calls: tuple[ToolCall, ...]
     """Calls for the record: this one, or the calls of which it was made, such as one per query of a search."""
     is_error: bool = False
@@ -148,20 +149,20 @@ class FunctionTool(Tool):
 
     async def _call(self, arguments: Arguments) -> ToolResult:
         started_s = time.monotonic()
-        is_error = False
+        is_error, limit = False, self.options.max_observation_tokens
         given = _whole(arguments, self.schema["function"].get("parameters", {}))
         try:
             if inspect.iscoroutinefunction(self._function):
                 returned = await contained(self._function(**given))
             else:
                 returned = await contained(in_thread(self._function, **given))
-            text = as_text(returned, self._function)
+            content = as_content(returned, self._function)
         except ToolError as error:
-            text, is_error = valid_unicode(str(error)), True
-        text = cut_result(text, self.context.encode, self.options.max_observation_tokens)
+            content, is_error = valid_unicode(str(error)), True
+        content = changed(content, partial(cut_result, encode=self.context.encode, max_tokens=limit))
         latency_s = time.monotonic() - started_s
-        made = ToolCall(self.name, dict(arguments), text, latency_s=latency_s, waited_s=latency_s)
-        return ToolResult(text, (made,), is_error)
+        made = ToolCall(self.name, dict(arguments), text_of(content), latency_s=latency_s, waited_s=latency_s)
+        return ToolResult(content, (made,), is_error)
 
 
 def cut_result(text: str, encode: EncodeFn, max_tokens: int) -> str:
@@ -190,6 +191,16 @@ def _whole(value: Any, schema: Any) -> Any:
             known = schema.get("properties", {})
             return {name: _whole(one, known.get(name, {})) for name, one in value.items()}
     return value
+
+
+def as_content(returned: object, function: Callable[..., Any]) -> Content:
+    """Return what a tool returned as ``as_text``, or an image, or a tuple of texts and images as it is."""
+    if isinstance(returned, Image):
+        return (returned,)
+    if isinstance(returned, tuple) and any(isinstance(part, Image) for part in returned):
+        parts = (part if isinstance(part, Image) else as_text(part, function) for part in returned)
+        return tuple(parts)
+    return as_text(returned, function)
 
 
 def as_text(returned: object, function: Callable[..., Any]) -> str:
@@ -263,6 +274,8 @@ TOOLS: dict[str, Any] = {
     "search": "envs.tools.search:SearchTool",
     "open_page": "envs.tools.pages:OpenPageTool",
     "read_section": "envs.tools.pages:ReadSectionTool",
+    "crop": "envs.tools.images:CropTool",
+    "zoom": "envs.tools.images:ZoomTool",
 }
 """Known names of ``environment.tools``; any other is a function or a class, ``my_module:my_tool``."""
 

@@ -16,6 +16,7 @@ from envs.search import search_metrics
 from envs.tools.base import Tool, ToolResult, wrong_call
 from envs.tools.mcp import all_tools
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
+from ragr1_actors.core.content import images_of
 from ragr1_actors.core.errors import ConfigError, ToolError
 from ragr1_actors.core.types import MALFORMED, CallRequest, Completion, Message, Task
 from retrieval.base import OPEN_PAGE, SEARCH
@@ -44,6 +45,7 @@ class ToolEnv(TextEnv):
         self._options = ToolOptions.read(settings.options, "environment.options")
         self._prompt = PROMPT if settings.prompt == DEFAULT_PROMPT else settings.prompt
         self._turns_left = settings.max_turns
+        self._seen = context.seen
         self._tools = all_tools(settings, context, self._options)
         self.tools = [tool.schema for tool in self._tools.values()]
         self._make_parser = context.parser
@@ -127,8 +129,9 @@ class ToolEnv(TextEnv):
                 metrics[name] = metrics.get(name, 0.0) + value
         if searched := [call for call in calls if call.tool in (SEARCH, OPEN_PAGE) and call.records]:
             metrics |= search_metrics(searched)
-        texts = tuple(result.text for result in results)
-        return StepResult(results=texts, notice=self._notice(), action="call", calls=calls, metrics=metrics)
+        contents = tuple(result.text for result in results)
+        self._seen.extend(images_of(*contents))
+        return StepResult(results=contents, notice=self._notice(), action="call", calls=calls, metrics=metrics)
 
     def _notice(self) -> str:
         return LAST_TURN_NOTICE if self._turns_left == 1 else ""

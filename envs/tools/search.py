@@ -10,6 +10,7 @@ from envs.observations import format_observation
 from envs.options import ToolOptions
 from envs.search import QueryCleaner, SearchResult, TurnSearches
 from envs.tools.base import Arguments, Tool, ToolResult
+from ragr1_actors.core.content import joined
 from retrieval.base import SEARCH
 
 _NONE_LEFT = "At most {limit} queries are answered in one turn, each once; these were more, or empty."
@@ -85,7 +86,8 @@ class SearchTool(Tool):
             defuse=self.context.defuse,
         )
         calls = tuple(one.call(query, self.options.top_k, ended_s) for query, one in found.items())
-        return ToolResult(text, calls, metrics=counts)
+        images = [(one.image,) for result in found.values() for one in result.passages if one.image is not None]
+        return ToolResult(joined(text, *images), calls, metrics=counts)
 
     def close(self) -> None:
         """Cancel the searches of a turn that did not end."""

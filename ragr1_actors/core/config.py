@@ -107,7 +107,7 @@ class EnvironmentSettings(Section):
     env: str = "search"
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
-    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, functions and classes:
+    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, ``crop``, ``zoom``, functions and classes:
     ``[search, my_tools:add]``."""
     agent: Annotated[AgentSettings | None, BeforeValidator(named_function)] = None
     """Agent that acts in the environment's place, and asks the policy at the gateway of its env runner:

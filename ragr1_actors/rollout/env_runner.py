@@ -190,7 +190,7 @@ class EnvRunner:
         if self._agents is not None:
             return self._agents.attempt(record, self.engine.release)
         recorder = record()
-        context = replace(self._context, variant=variant, seed=recorder.seed)
+        context = replace(self._context, variant=variant, seed=recorder.seed, seen=[])
         return EnvAttempt(self._env_class(self._config.environment, context), recorder, watch)
 
     def _recorder(
