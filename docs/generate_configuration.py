@@ -29,6 +29,7 @@ from ragr1_actors.core.config import RunConfig  # noqa: E402
 from ragr1_actors.core.section import Section  # noqa: E402
 from retrieval.http.retriever import HttpOptions  # noqa: E402
 from retrieval.http.web import WebOptions  # noqa: E402
+from retrieval.images import ImageOptions  # noqa: E402
 from retrieval.indexes.manifest import (  # noqa: E402
     FOREIGN,
     FOREIGN_OPTIONS,
@@ -94,6 +95,7 @@ def page() -> str:
     )
     parts.append(f"## Options of retrieval.type=http\n\n{_model_table([HttpOptions], '')}")
     parts.append(f"## Options of retrieval.type=web\n\n{_model_table([WebOptions], '')}")
+    parts.append(f"## Options of retrieval.type=images\n\n{_model_table([ImageOptions], '')}")
     parts.append(
         "## Options of retrieval.type=replay\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
         "| `run` | text | required | A run directory whose recorded searches are answered again. |\n"

@@ -105,6 +105,7 @@ RETRIEVERS = {
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",
     "replay": "retrieval.local:ReplayRetriever",
+    "images": "retrieval.images:ImageRetriever",
 }
 """Retrievers without an index, by ``retrieval.type``; made as ``SomeRetriever(options)`` with ``retrieval.options``."""
 

@@ -27,7 +27,21 @@ DEFAULT_PROMPT = (
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """Linear layers of a decoder layer of Qwen2, Llama and Mistral."""
 DEFAULT_KEY_ENV = "OPENAI_API_KEY"
-RETRIEVAL_TYPES = ("flat", "fp16", "sq8", "pq", "ivf", "ivf_pq", "hnsw", "bm25", "hybrid", "replay", "http", "web")
+RETRIEVAL_TYPES = (
+    "flat",
+    "fp16",
+    "sq8",
+    "pq",
+    "ivf",
+    "ivf_pq",
+    "hnsw",
+    "bm25",
+    "hybrid",
+    "replay",
+    "http",
+    "web",
+    "images",
+)
 """Known values of ``retrieval.type``; any other is ``my_module:MyRetriever``."""
 
 LRSchedule = Literal["constant", "cosine"]
@@ -107,8 +121,8 @@ class EnvironmentSettings(Section):
     env: str = "search"
     """Environment: ``search`` (queries in tags), ``tools`` (tool calls), or a class ``my_module:MyEnv``."""
     tools: list[str] = ["search"]
-    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, ``crop``, ``zoom``, functions and classes:
-    ``[search, my_tools:add]``."""
+    """Tools of the environment ``tools``: ``search``, ``open_page``, ``read_section``, ``crop``, ``zoom``, functions
+    and classes: ``[search, my_tools:add]``."""
     agent: Annotated[AgentSettings | None, BeforeValidator(named_function)] = None
     """Agent that acts in the environment's place, and asks the policy at the gateway of its env runner:
     ``my_agent:solve``, or ``{command: [python, agent.py, "{question}"], deadline_s: 60}``. null (default): none."""
@@ -298,7 +312,7 @@ class RetrievalSettings(Section):
     type: str = "flat"
     """Type of the index to build: ``flat`` (exact; default), ``fp16``, ``sq8``, ``pq``, ``ivf``, ``ivf_pq``, ``hnsw``,
     ``bm25`` or ``hybrid``. Or a retriever without an index: ``http`` (a ``/retrieve`` server), ``web`` (a search API),
-    ``replay`` (a recorded run), or a class ``my_module:MyRetriever``."""
+    ``replay`` (a recorded run), ``images`` (a folder), or a class ``my_module:MyRetriever``."""
     options: dict[str, Any] = {}
     """Options of the type, by its option names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url:
     "http://10.0.0.2:8000"}``, for ``replay`` ``{run: runs/mine}``."""

@@ -1,0 +1,85 @@
+"""Images of a folder are found by the embeddings of a model of texts and images."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from vision_world import page
+
+from ragr1_actors.core.errors import ConfigError, DataError
+from ragr1_actors.core.images import decoded
+from retrieval.images import ImageRetriever
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random CLIP."""
+    folder = tmp_path_factory.mktemp("clip")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    text = sizes | ids | {"vocab_size": 8, "max_position_embeddings": 6}
+    vision = sizes | {"image_size": 16, "patch_size": 4}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(folder)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "red": 3, "blue": 4, "page": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="page"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
+    for number in range(3):
+        (tmp_path / "deep" / f"page_{number}.png").write_bytes(page(20, 30, seed=number).data)
+    (tmp_path / "deep" / "page_1.txt").write_text("Its caption.\n", encoding="utf-8")
+    return tmp_path
+
+
+async def test_images_are_found_with_their_captions(model: Path, pages: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (pages / "broken.png").write_bytes(page().data[:-30])
+    retriever = pickle.loads(pickle.dumps(ImageRetriever({"folder": str(pages), "model": str(model), "batch_size": 2})))
+    with caplog.at_level(logging.WARNING):
+        red, blue = await retriever.search(["red", "blue page"], 2)
+    (said,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert "broken.png: cannot be read as an image" in said
+    assert len(red) == len(blue) == 2 and red[0].score >= red[1].score
+    (every,) = await retriever.search(["red"], 9)
+    assert {(one.id, one.title, one.text) for one in every} == {
+        ("deep/page_0.png", "page_0", ""),
+        ("deep/page_1.png", "page_1", "Its caption."),
+        ("deep/page_2.png", "page_2", ""),
+    }
+    assert every[0].image == page(20, 30, seed=int(every[0].title[-1]))
+    # scores are cosines of the model's own features
+    clip, processor = CLIPModel.from_pretrained(model), CLIPImageProcessorPil.from_pretrained(model)
+    with torch.no_grad():
+        pixels = processor(decoded(every[0].image), return_tensors="pt")["pixel_values"]
+        image = clip.get_image_features(pixel_values=pixels).pooler_output[0]
+        ids = torch.tensor([[3, 0, 0, 0, 0, 0]])
+        mask = torch.tensor([[1, 0, 0, 0, 0, 0]])
+        text = clip.get_text_features(input_ids=ids, attention_mask=mask).pooler_output[0]
+    np.testing.assert_allclose(every[0].score, torch.cosine_similarity(image, text, dim=0).item(), atol=1e-5)
+
+
+async def test_what_cannot_be_searched_is_refused(model: Path, pages: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no image, expected files in"):
+        ImageRetriever({"folder": str(model), "model": str(model)})
+    with pytest.raises(DataError, match="give a model of texts and images"):
+        await ImageRetriever({"folder": str(pages), "model": str(pages)}).search(["red"], 1)
+    for path in (pages / "deep").glob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 3 images can be read"):
+        await ImageRetriever({"folder": str(pages), "model": str(model)}).search(["red"], 1)
