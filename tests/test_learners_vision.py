@@ -148,6 +148,24 @@ def test_a_row_without_images_trains_the_tower_by_zero(tokenizer: PolicyTokenize
     assert all(grad is not None and not grad.any() for grad in tower)
 
 
+def test_the_tower_runs_once_per_distinct_image_of_a_row(
+    tokenizer: PolicyTokenizer, policy: PolicyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = policy.model.model, []
+    features = model.get_image_features
+
+    def noted(patches: torch.Tensor, grids: torch.Tensor) -> object:
+        seen.append(len(grids))
+        return features(patches, grids)
+
+    monkeypatch.setattr(model, "get_image_features", noted)
+    rng = np.random.default_rng(0)
+    prompts = [(word, page(seed=10), page(seed=11), page(seed=10), "?") for word in ("What", "Look", "Riga")]
+    row = pack(flatten([seen_trajectory(tokenizer, rng, prompt, turns=1) for prompt in prompts]), range(3))
+    policy(row)
+    assert len(row.images) == 9 and seen == [2]
+
+
 def test_a_critic_refuses_a_policy_that_reads_images(folder: Path) -> None:
     with pytest.raises(ConfigError, match="a critic reads no images"):
         ValueModel(folder, torch.float32, False)

@@ -182,7 +182,8 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
     rank reads tokens and rewards, and the texts of passages are most of a batch.
     """
     tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
-    pictures = [_images_of(values) for values in batch.column("images")]
+    column = batch.column("images")
+    pictures = [_images_of(values) for values in column] if len(column.flatten()) else [[]] * len(column)
     eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task", "images")]
     others = batch.select([name for name in eager if decode_texts or name not in ("turns", "metrics")]).to_pylist()
     by_group: dict[int, list[Trajectory]] = {}
@@ -236,11 +237,11 @@ def _images_of(values: pa.ListScalar) -> list[Image]:
 
 
 def _turn_fields(turns: tuple[Turn, ...], used: list[Image]) -> list[dict[str, Any]]:
-    fields: list[dict[str, Any]] = _TURNS.dump_python(turns, warnings=False, exclude=_PICTURES)
+    fields: list[dict[str, Any]] = _TURNS.dump_python(turns, warnings=False, exclude=_PICTURES if used else None)
     for turn, written in zip(turns, fields, strict=True):
         for call, made in zip(turn.calls, written["calls"], strict=True):
             made["arguments"] = _json(made["arguments"])
-            for record, kept in zip(call.records, made["records"], strict=True):
+            for record, kept in zip(call.records, made["records"], strict=True) if used else ():
                 kept["image"] = None if record.image is None else used.index(record.image)
     return fields
 
@@ -249,7 +250,7 @@ def _turns_of(fields: list[dict[str, Any]], used: list[Image]) -> tuple[Turn, ..
     for turn in fields:
         for call in turn["calls"]:
             call["arguments"] = json.loads(call["arguments"])
-            for record in call["records"]:
+            for record in call["records"] if used else ():
                 if record["image"] is not None:
                     record["image"] = used[record["image"]]
     return _TURNS.validate_python(fields)
