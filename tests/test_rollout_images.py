@@ -14,6 +14,7 @@ from vision_world import TEXTS, page
 
 from envs.base import EnvContext, StepResult, TextEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Completion, Message, Sampling, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
@@ -132,6 +133,21 @@ async def test_a_policy_or_engine_without_vision_ends_only_the_attempt(
     runner = EnvRunner(config, seeing, OnePassage(), ScriptedEngine({"t/0#0": ["one"]}, seeing.encode))
     (found,) = (await runner.sample_group(GroupRequest("t/0", TASK, 1, 0.0))).trajectories
     assert found.stop_reason is StopReason.ENV_ERROR and "ScriptedEngine takes texts only" in found.error
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["seeing", "endpoint"])
+async def test_an_image_that_cannot_be_decoded_ends_only_its_attempt(seeing: PolicyTokenizer, kind: str) -> None:
+    tokenizer = seeing if kind == "seeing" else EndpointTokenizer()
+    broken = Image(PAGE.data[:-40], "image/png")
+
+    class Broken(Odd):
+        async def act(self, turn: Completion) -> StepResult:
+            return StepResult((broken,), action="look")
+
+    recorder = recorder_of(tokenizer, TagsFormat(tokenizer), ["one"])
+    found = await run_trajectory(EnvAttempt(Broken(), recorder), TASK)
+    assert found.stop_reason is StopReason.ENV_ERROR and "cannot be read as an image in PNG" in found.error
 
 
 def url_of(image: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import struct
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import PIL.Image
 
@@ -24,6 +24,7 @@ _BOMBS = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
 _DAMAGES = (OSError, ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, struct.error, EOFError)
 """Errors of Pillow for damaged files, whose headers it parses in Python."""
 
+_SIZES: WeakKeyDictionary[Image, tuple[int, int]] = WeakKeyDictionary()  # of images that were checked
 Box = tuple[float, float, float, float]
 """Part of an image: left, top, right and bottom, each from 0 to 1; ``(0, 0, 1, 0.5)`` is the upper half."""
 
@@ -61,11 +62,16 @@ def _problem(picture: PIL.Image.Image) -> str:
     return ""
 
 
-@lru_cache(1024)
 def size_of(image: Image) -> tuple[int, int]:
-    """Return width and height in pixels, from the header."""
-    with PIL.Image.open(io.BytesIO(image.data), formats=_FORMATS) as picture:
-        return picture.size
+    """Return width and height in pixels, once it is known that all pixels can be decoded; errors as ``read_image``.
+
+    So an image that code made of other bytes is found before it reaches an engine, where it would end all requests.
+    """
+    if (known := _SIZES.get(image)) is None:
+        read_image(image.data, f"image {image.digest[:12]}")
+        with PIL.Image.open(io.BytesIO(image.data), formats=_FORMATS) as picture:
+            known = _SIZES[image] = picture.size
+    return known
 
 
 def decoded(image: Image) -> PIL.Image.Image:

@@ -13,7 +13,7 @@ the id, which then is a token like any other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ class ImageReader:
     def __init__(self, policy_dir: str | Path) -> None:
         """Take a policy's folder or hub name; nothing is read before the first image."""
         self._policy_dir = policy_dir
-        self.grid = lru_cache(1024)(self._grid)
-        """Function that returns the rows and columns of an image's placeholders."""
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -64,7 +62,13 @@ class ImageReader:
         before, placeholder, after = (int(self._config[name]) for name in _TOKENS)
         return before, placeholder, after
 
-    def _grid(self, image: Image) -> tuple[int, int]:
+    def grid(self, image: Image) -> tuple[int, int]:
+        """Return the rows and columns of an image's placeholders.
+
+        Raises:
+            ConfigError: the policy reads no images, or none of this shape.
+            DataError: the image cannot be decoded; see ``read_image``.
+        """
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor, (width, height) = self._processor, size_of(image)

@@ -28,6 +28,7 @@ from envs.observations import defuse
 from ragr1_actors.core.config import EndpointSettings
 from ragr1_actors.core.content import Content, Image, PlacedImage, changed, images_of, joined, parts_of, text_of
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, ServiceError, shortened
+from ragr1_actors.core.images import size_of
 from ragr1_actors.core.types import Completion, FinishReason, Message, OnText, Sampling
 from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.chat_client import (
@@ -121,7 +122,8 @@ class EndpointTokenizer:
         return ids
 
     def image_ids(self, image: Image) -> list[int]:
-        """Return one id for an image, a new one for each use."""
+        """Return one id for an image, a new one for each use; ``DataError`` if it cannot be decoded."""
+        size_of(image)
         self._images[len(self._texts)] = image
         self._texts.append("")
         return [len(self._texts) - 1]
