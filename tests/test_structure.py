@@ -75,7 +75,7 @@ SPINE = (
 
 
 def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_200
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_230
     found = []
     for name in SPINE:
         tree = ast.parse((ROOT / name).read_text())
@@ -88,7 +88,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 50_917, 33_722, 545
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 52_080, 34_541, 555
 """Limits of the product's size, without the recipes. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 
