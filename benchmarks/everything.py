@@ -1,8 +1,8 @@
 """``ragr1 bench all``: runs each benchmark in a separate process, and logs the seconds that it takes.
 
 The benchmark ``rollout`` needs vLLM: it runs in ``.venv-vllm`` of the checkout if this environment has no vLLM. The
-benchmark ``gpu`` runs where there is a GPU. ``real`` trains for hours and is left out. A benchmark that fails is named
-at the end; the others go on.
+benchmark ``trl`` starts TRL in ``.venv-trl``; ``gpu`` runs where there is a GPU. ``real`` trains for hours and is left
+out. A benchmark that fails is named at the end; the others go on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks import BENCHMARKS
 from benchmarks.measurement import Measurement, choose, log, this_machine
 from ragr1_actors.core.errors import UserError
 
-NAMES = ("learner", "retrieval", "rollout", "scale", "view", "growth", "crowd", "gpu")
+NAMES = ("learner", "retrieval", "rollout", "scale", "view", "growth", "crowd", "trl", "gpu")
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 
 

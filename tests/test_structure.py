@@ -246,7 +246,7 @@ def test_an_engine_does_not_load_what_transformers_only_may_use() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
-def test_only_the_benchmark_of_rollout_runs_in_the_environment_of_vllm(name: str) -> None:
+def test_a_benchmark_makes_the_environments_that_it_needs_and_no_other(name: str) -> None:
     if not shutil.which("make"):
         pytest.skip("make is not installed")
     # as if nothing was installed, and without the options of a `make` that runs these tests
@@ -256,6 +256,7 @@ def test_only_the_benchmark_of_rollout_runs_in_the_environment_of_vllm(name: str
     environment = ".venv-vllm" if name == "rollout" else ".venv"
     assert f"\n{environment}/bin/ragr1 bench {name} " in f"\n{planned}"
     assert (".venv-vllm" in planned) == (name in ("rollout", "all"))
+    assert (".venv-trl" in planned) == (name in ("trl", "all"))
 
 
 ONE_OF_EACH = {

@@ -171,13 +171,13 @@ class PeakMemory:
             self._stop.wait(SAMPLE_INTERVAL_S)
 
 
-def tree_memory_bytes() -> int:
-    """Return the memory of this process and its descendants in bytes.
+def tree_memory_bytes(process: psutil.Process | None = None) -> int:
+    """Return the memory of a process, by default this one, and its descendants in bytes.
 
     A process counts with its proportional set size if the system has one (Linux), so that memory shared between
     processes, such as Ray's object store, counts once; else with its resident set size.
     """
-    process = psutil.Process()
+    process = process or psutil.Process()
     return sum(_process_bytes(one) for one in (process, *process.children(recursive=True)))
 
 
