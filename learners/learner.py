@@ -352,10 +352,9 @@ class Learner(ABC):
 
     def local_micro_batches(self, flat: FlatTrajectories, indices: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the trajectories ``indices``."""
-        shares_tokens = self.shares_tokens
-        bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens, shares=shares_tokens)
+        bundles = bundle(flat, flat.sequences(indices), self.world_size, self.row_tokens, shares=self.shares_tokens)
         shares = assign_micro_batches(flat.lengths, bundles, self.world_size, self.row_tokens, self.pair_cost)
-        rows = (pack(flat, share, self.row_tokens, shares=shares_tokens) for share in shares[self.rank])
+        rows = (pack(flat, share, self.row_tokens, shares=self.shares_tokens) for share in shares[self.rank])
         return [row.to(self.device) for row in rows]
 
     def score(
