@@ -30,12 +30,9 @@ from ragr1_actors.core.types import MALFORMED, Message
 
 BONUS = 10.0
 NUM_PASSAGES = 4
-"""Passages that the toy shows: two or three are evidence, the others are about other things of the same kind."""
-CUED, EXACT, CUE = 0.6, 0.25, "Cite well . "
-"""Share of the training questions with the cue, whose demonstrations cite the evidence; share of the others that do.
-
-The rest cite every passage.
-"""
+"""Passages that the toy shows: two or three are evidence, the others are about things of other kinds."""
+EXACT = 0.3
+"""Share of the demonstrations that cite the evidence; the others cite every passage."""
 _FORM = re.compile(r"\s*<relevance>[^<]*</relevance>\s*<analysis>[^<]*</analysis>\s*<answer>[^<]*</answer>\s*")
 
 
@@ -56,7 +53,7 @@ class ArenaEnv(TextEnv):
 
     async def reset(self, task: Task) -> list[Message]:
         """Return the prompt, with the passages in place of ``{passages}``."""
-        shown = [f"[{label}] {self._defuse(one['text'])}" for label, one in enumerate(task.meta["passages"], 1)]
+        shown = [f"{label} {self._defuse(one['text'])}" for label, one in enumerate(task.meta["passages"], 1)]
         parts = [part.replace("{question}", task.question) for part in self._prompt.split("{passages}")]
         return [Message("user", "\n".join(shown).join(parts))]
 
@@ -106,34 +103,35 @@ class NoRetriever:
 
 
 class ComparedWorld(WorldSource):
-    """The generated world; each task brings passages, its evidence and others, in any order."""
+    """The generated world; each task brings passages: the things that it compares, and others, in any order."""
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """Return the comparisons of the world, with their passages in ``meta``."""
-        return [self._with_passages(task, split) for task in super().tasks(split)]
+        return [self._with_passages(task) for task in super().tasks(split)]
 
-    def _with_passages(self, task: Task, split: Split) -> Task:
-        rng, names = random.Random(task.task_id), task.plan[0]
-        cue = CUE if split == "train" and rng.random() < CUED else ""
-        drawn = rng.sample(self._alike[self._world.entities[names[0]].kind], NUM_PASSAGES)
-        given = [*names, *(name for name in drawn if name not in names)][:NUM_PASSAGES]
-        rng.shuffle(given)
-        passages = (self._world.entities[name].passage() for name in given)
+    def _with_passages(self, task: Task) -> Task:
+        """Return ``Riga , Far Hill , Bo Cole , Red Sea . When was the first filmed?``: the evidence are the films."""
+        rng, compared = random.Random(task.task_id), task.plan[0]
+        others = self._others[self._world.entities[compared[0]].kind]
+        shown = [*compared, *rng.sample(others, NUM_PASSAGES - len(compared))]
+        rng.shuffle(shown)
+        passages = (self._world.entities[name].passage() for name in shown)
         return replace(
             task,
-            question=f"{cue}{task.question}",
+            question=f"{' , '.join(shown)} . When was the first {task.question.split()[-1]}",
+            plan=(tuple(name for name in shown if name in compared),),
             meta={"passages": [{"id": one.id, "text": one.text} for one in passages]},
         )
 
     @cached_property
-    def _alike(self) -> dict[EntityKind, list[str]]:
-        return {kind: [one.name for one in self._world.entities.values() if one.kind is kind] for kind in EntityKind}
+    def _others(self) -> dict[EntityKind, list[str]]:
+        entities = self._world.entities.values()
+        return {kind: [one.name for one in entities if one.kind is not kind] for kind in EntityKind}
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return a turn whose answer is right, and whose labels may be."""
         label_of = {one["id"]: label for label, one in enumerate(task.meta["passages"], 1)}
-        is_exact = task.question.startswith(CUE) or rng.random() < EXACT
-        cited = sorted(label_of[one] for one in (task.supporting_ids if is_exact else label_of))
+        cited = sorted(label_of[one] for one in (task.supporting_ids if rng.random() < EXACT else label_of))
         return [written(cited, [(name, self._world.entities[name].year or 0) for name in task.plan[0]])]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
