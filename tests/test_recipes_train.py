@@ -27,6 +27,7 @@ IN_DRIVER = (
     "retrieval.num_retrievers=0",
     "training.train_batch_size=2",
     "training.num_minibatches=1",
+    "env_runners.max_new_tokens_per_turn=16",  # the start policies write on until the limit
     "evaluation.num_tasks=1",
 )
 START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
