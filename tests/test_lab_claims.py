@@ -20,6 +20,7 @@ from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.lab import claim as claims
 from ragr1_actors.lab.claim import Claim, ClaimCheck, ClaimTest, EvaluatedRun, RunPlan, judge, make_runs, read_claim
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 KEYS: dict[str, Any] = {
     "claim": "better",
@@ -137,6 +138,15 @@ def test_a_check_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -
         ({"checks": [{"measure": "em", "of": "our", "at_least": 0}]}, "there is no run our; did you mean .ours"),
         ({"hours": 0}, "hours"),
         ({"cliam": "x"}, "unknown key .*cliam"),
+        (
+            {"checks": [{"measure": "em", "of": "ours", "at_lest": 0}]},
+            "unknown key x.checks.0.at_lest; did you mean .at_l",
+        ),
+        ({"checks": [{"measure": "em", "of": "our", "at_least": 0}]}, "^x: there is no run our"),
+        (
+            {"runs": KEYS["runs"] | {"../other": {"recipe": "quickstart"}}},
+            "the run '../other' cannot be a folder's name",
+        ),
     ],
 )
 def test_a_claim_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -> None:
@@ -169,6 +179,62 @@ def test_a_folder_has_a_claim_of_its_own_recipes(tmp_path: Path, monkeypatch: py
     Path("mine", "claim.yaml").write_text(json.dumps(KEYS | {"runs": KEYS["runs"] | {"other": {"recipe": "claim"}}}))
     with pytest.raises(ConfigError, match=r"there is no recipe claim"):
         read_claim("mine")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", r"^mine/claim.yaml: got nothing, expected claim, paper, .*; write it as the docstring"),
+        ("- claim", r"^mine/claim.yaml: got \['claim'\], expected claim, paper"),
+        ("hours: [1\nruns: 2", "at line 2, column 5: .*; mend it there"),
+        ({"training.lrr": 1}, "^claim.yaml of mine, run ours: unknown key training.lrr; did you mean 'lr'"),
+        (
+            {"policy.model": "{strat}"},
+            r'run ours: policy.model: got \{strat\}, expected .* such as "\{start\}", in quotes',
+        ),
+        ({"policy.model": "{ours}"}, r"run ours: policy.model: got \{ours\}, expected a model or an earlier run"),
+        ({"environment.env": "nowhere:Mine"}, "run ours: environment.env.*put nowhere.py into the folder"),
+        (
+            '{"runs": {"a": {"recipe": "quickstart", "set": {"policy.model": 2020-01-01}}}}',
+            "model: got 2020-01-01, a date",
+        ),
+    ],
+)
+def test_a_claim_is_checked_before_its_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | dict[str, Any], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    if isinstance(content, dict):
+        runs = {"start": {"recipe": "quickstart"}, "ours": {"recipe": "quickstart", "set": content}}
+        content = json.dumps(KEYS | {"runs": runs})
+    Path("mine", "claim.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        ClaimTest.plan("./mine", tmp_path / "runs", [])
+    assert not Path("runs").exists()
+
+
+def test_a_wrong_word_of_the_command_is_not_the_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown key training.lrr"):
+        ClaimTest.plan("rag_r1", tmp_path, ["training.lrr=1"])
+    monkeypatch.setattr(claims, "read_claim", lambda method: Claim.read(KEYS | {"checks": [WRONG]}, method))
+    with pytest.raises(ConfigError, match="run ours: there is no measure rouns; did you mean 'rounds'"):
+        ClaimTest.plan("mine", tmp_path, [])
+
+
+WRONG = {"measure": "rouns", "of": "ours", "at_least": 0}
+
+
+def test_a_run_of_another_configuration_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test = planned(monkeypatch, tmp_path)
+    run = test.runs[0]
+    write_run(run.run_dir, [True])
+    (run.run_dir / "config.yaml").write_text(
+        AlgorithmConfig.from_recipe("quickstart").override(["training.lr=1"]).freeze().to_yaml()
+    )
+    assert ClaimTest.plan("mine", tmp_path, ["training.lr=1"]) == test
+    with pytest.raises(ConfigError, match=r"run start: .*/seed0/start holds a run with another training.lr; give"):
+        ClaimTest.plan("mine", tmp_path, ["training.lr=0.5"])
 
 
 def test_a_measure_that_no_run_has_names_the_nearest(tmp_path: Path) -> None:

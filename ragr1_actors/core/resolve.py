@@ -343,7 +343,8 @@ def parse_yaml(text: str, source: str) -> Any:
     except RecursionError as error:
         raise ConfigError(f"{source}: nested too deeply, expected sections of keys") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
-        raise ConfigError(f"{source}: not valid YAML: {one_line(error)}; quote what is text") from error
+        problem = one_line(error).replace('in "<unicode string>", ', "at ")
+        raise ConfigError(f"{source}: not valid YAML: {problem}; mend it there, and quote what is text") from error
 
 
 def check_value(name: str, value: Any) -> None:

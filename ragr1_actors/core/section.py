@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from ragr1_actors.core.disk.json_files import checked
-from ragr1_actors.core.errors import ConfigError, nearest
+from ragr1_actors.core.errors import ConfigError, nearest, shortened
 
 _LABEL = r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?"
 _LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9.-]{{1,253}}/)?{_LABEL}", re.ASCII)
@@ -49,10 +49,12 @@ class Section(BaseModel):
             if name not in known:
                 instead = nearest(str(name), known) if known else f"; it has no keys: leave {key} empty"
                 raise ConfigError(f"unknown key {key}.{name}{instead}")
-            if not isinstance(value, Mapping) or (group := cls.section_in(name)) is None:
+            if not isinstance(value, Mapping | list) or (group := cls.section_in(name)) is None:
                 continue
-            groups = {f"{key}.{name}": value}
-            if cls._is_mapping(name):  # such as environment.models, groups by name
+            groups: dict[str, Any] = {f"{key}.{name}": value}
+            if isinstance(value, list):  # such as the checks of a claim
+                groups = {f"{key}.{name}.{index}": keys for index, keys in enumerate(value)}
+            elif cls._is_mapping(name):  # such as environment.models, groups by name
                 groups = {f"{key}.{name}.{inner}": keys for inner, keys in value.items()}
             for inner, keys in groups.items():
                 if isinstance(keys, Mapping):
@@ -82,6 +84,8 @@ class Section(BaseModel):
         cls.check_keys(options, key)
 
         def refuse(name: str, got: Any, problem: str) -> ConfigError:
-            return ConfigError(f"{key}.{name}: got {got!r}; {problem}")
+            if not name:  # a rule about several keys says itself what it got
+                return ConfigError(f"{key}: {problem}")
+            return ConfigError(f"{key}.{name}: got {shortened(repr(got), 200)}; {problem}")
 
         return checked(cls, dict(options), refuse)

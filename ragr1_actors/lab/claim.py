@@ -17,10 +17,12 @@ checks:
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Self, TextIO
@@ -28,14 +30,19 @@ from typing import Any, Literal, Self, TextIO
 import numpy as np
 from pydantic import Field, model_validator
 
-from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, nearest
-from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, read_yaml_file, recipe_files
+from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, nearest, shortened
+from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, check_value, override, read_yaml_file, recipe_files
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.section import Section
+from ragr1_actors.planning.preflight import check_classes, check_environment
 from ragr1_actors.runs.report import REPORT_JSON, EvalResult, read_report
+from ragr1_actors.runs.run_directory import as_started, holds_run, open_run_directory
 from ragr1_actors.runs.scores import Interval, bootstrap, score
+from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
+from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+_FORM = "write it as the docstring of ragr1_actors/lab/claim.py says"
 SCORES = ("em", "f1", "rounds", "queries", "tokens")
 """Numbers of each evaluated trajectory, besides the measures of its environment."""
 
@@ -126,6 +133,8 @@ class Claim(Section):
         named = [name for check in self.checks for name in (check.of, check.minus, check.over) if name]
         if wrong := [name for name in named if name not in self.runs]:
             raise ValueError(f"there is no run {wrong[0]}{nearest(wrong[0], self.runs)}")
+        if wrong := [name for name in self.runs if not re.fullmatch(r"[\w-]{1,64}", name)]:
+            raise ValueError(f"the run {wrong[0]!r} cannot be a folder's name; take letters, digits, _ and -")
         return self
 
 
@@ -146,8 +155,12 @@ def read_claim(method: str) -> Claim:
         raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes, or give a folder")
     if file is own and own.resolve().parent.name in known:
         raise ConfigError(f"{method}: the project has a method of this name; rename the folder")
-    content = read_yaml_file(file, "write it as the docstring of ragr1_actors/lab/claim.py says")
-    claim = Claim.read(content if isinstance(content, dict) else {}, str(file))
+    content = read_yaml_file(file, _FORM)
+    if not isinstance(content, dict):
+        got = "nothing" if content is None else shortened(repr(content))
+        raise ConfigError(f"{file}: got {got}, expected claim, paper, differs, hours, runs and checks; {_FORM}")
+    check_value(str(file), content)
+    claim = Claim.read(content, str(file))
     beside = {path.stem: str(path) for path in own.parent.glob("*.yaml") if file is own and path != own}
     recipes, runs = recipe_files() | beside, {}
     for name, plan in claim.runs.items():
@@ -275,8 +288,32 @@ class ClaimedRun:
 
     name: str
     run_dir: Path
-    command: tuple[str, ...]
-    """Words after ``ragr1``."""
+    recipe: str
+    keys: tuple[str, ...]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words after ``ragr1``."""
+        return ("train", self.recipe, *self.keys, "--run-dir", str(self.run_dir), "--auto-resume")
+
+    def check(self, checks: Sequence[ClaimCheck]) -> None:
+        """Refuse keys, names of classes and measures that cannot be, and a folder that holds another run.
+
+        Raises:
+            UserError: it says what is wrong, without the name of the claim.
+        """
+        config = AlgorithmConfig.from_recipe(self.recipe).override(list(self.keys)).freeze()
+        check_classes(config)
+        own = check_environment(config.environment.env).measures
+        for check in checks:
+            known = sorted(
+                {*(SCORES if check.minus else map(attrgetter("name"), fields(EvalResult))), *own} - {"measures"}
+            )
+            is_named = check.reaches is None and self.name in (check.of, check.minus, check.over)
+            if is_named and check.measure not in known:
+                raise ConfigError(f"there is no measure {check.measure}{nearest(check.measure, known)}")
+        if holds_run(store := find_store(self.run_dir)):
+            as_started(store, open_run_directory(store), config)
 
     @property
     def is_done(self) -> bool:
@@ -295,9 +332,19 @@ class ClaimTest:
 
     @classmethod
     def plan(cls, method: str, root: Path, overrides: Sequence[str]) -> ClaimTest:
-        """Plan the runs below ``root``, as ``METHOD/seed0/NAME``; ``ConfigError`` as in ``read_claim``."""
+        """Plan the runs below ``root``, as ``METHOD/seed0/NAME``, and check all of them before the first is made.
+
+        Raises:
+            UserError: as in ``read_claim``, or a run cannot be made, or its folder holds another run.
+        """
         claim, method = read_claim(method), Path(method).resolve().name
-        runs = (run for seed in range(claim.seeds) for run in _planned(claim, seed, root / method, overrides))
+        override({}, overrides)  # a wrong word is not the claim's
+        runs = [run for seed in range(claim.seeds) for run in _planned(claim, seed, root / method, overrides)]
+        for run in runs:
+            try:
+                run.check(claim.checks)
+            except UserError as error:
+                raise ConfigError(f"{CLAIM_FILE} of {method}, run {run.name}: {error}") from error
         return cls(method, claim, tuple(runs))
 
     @property
@@ -314,11 +361,17 @@ class ClaimTest:
 
 
 def _planned(claim: Claim, seed: int, folder: Path, overrides: Sequence[str]) -> Iterator[ClaimedRun]:
-    run_dirs = {name: folder / f"seed{seed}" / name for name in claim.runs}
+    run_dirs: dict[str, Path] = {}
     for name, plan in claim.runs.items():
-        keys = [f"{key}={json.dumps(value)}" for key, value in plan.overrides(run_dirs).items()]
-        words = ["train", plan.recipe, *keys, *overrides, f"{SEED}={seed}", "--run-dir", str(run_dirs[name])]
-        yield ClaimedRun(name, run_dirs[name], (*words, "--auto-resume"))
+        values = plan.overrides(run_dirs)
+        if "{" in (model := f"{values.get('policy.model', '')}"):
+            raise ConfigError(
+                f"{CLAIM_FILE} of {folder.name}, run {name}: policy.model: got {model}, expected a model or an earlier "
+                f'run such as "{{{next(iter(claim.runs))}}}", in quotes'
+            )
+        keys = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+        run_dirs[name] = folder / f"seed{seed}" / name
+        yield ClaimedRun(name, run_dirs[name], plan.recipe, (*keys, *overrides, f"{SEED}={seed}"))
 
 
 def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_errors: bool = False) -> None:

@@ -145,11 +145,20 @@ def change_learners(run_dir: Path | RunStore, config: RunConfig, assignments: li
 
 
 def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConfig:
-    """Return the configuration of a run that is started again with the same recipe and overrides: ``asked``.
+    """Return the configuration of a run that is started again with the same recipe and overrides, and store it.
 
-    Values that the start of the run chose stay.
+    Raises ``ConfigError`` as ``as_started``.
+    """
+    asked = as_started(store, stored, asked)
+    if asked != stored:
+        _write_config(asked, store)
+    return asked
 
-    Raises ``ConfigError`` if they differ from the stored values in more than ``change_learners`` may change.
+
+def as_started(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConfig:
+    """Return the configuration that is asked for, with the values that the start of the run chose.
+
+    Raises ``ConfigError`` if it differs from the stored one in more than ``change_learners`` may change.
     """
     if asked.learners.micro_batch_tokens is None:
         chosen = {"micro_batch_tokens": stored.learners.micro_batch_tokens}
@@ -160,8 +169,6 @@ def start_again(store: RunStore, stored: RunConfig, asked: RunConfig) -> RunConf
             f"{store} holds a run with another {' and '.join(fixed)}; give the recipe and overrides that it was "
             "started with, or another --run-dir"
         )
-    if asked != stored:
-        _write_config(asked, store)
     return asked
 
 
