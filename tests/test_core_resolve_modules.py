@@ -63,7 +63,7 @@ def test_two_modules_of_one_name_are_not_confused(tmp_path: Path, monkeypatch: p
 
 
 def test_a_file_that_does_not_exist_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"besides_d.*put besides_d\.py into"):
+    with pytest.raises(ConfigError, match=r"besides_d.*there is no file .*besides_d\.py; put it there"):
         load_object(f"{tmp_path}/besides_d.py:reward", {})
 
 

@@ -343,7 +343,7 @@ def test_a_source_that_works_has_no_fault() -> None:
         (f"{HERE}:NoSource", "expected a subclass of envs.sources.TaskSource"),
         (f"{HERE}:Optional", "KeyError: 'count'; mend it"),
         (f"{HERE}:Missing", "has no 'Missing'"),
-        ("nowhere_at_all:Source", "put nowhere_at_all.py into the folder"),
+        ("nowhere_at_all:Source", "put nowhere_at_all.py beside the recipe or into the folder"),
         ({"source": "world", "options": {"sead": 1}}, "unknown key environment.tasks: options.sead"),
         ({"source": f"{HERE}:Lamps", "options": {"size": 1}}, "the options size of a task source that takes none"),
         ({"source": "a.json", "options": {"size": 1}}, "got options of the files a.json, which take none"),

@@ -154,9 +154,11 @@ def test_a_claim_that_cannot_be_is_refused(keys: dict[str, Any], problem: str) -
         Claim.read(KEYS | keys, "x")
 
 
-def test_an_unknown_method_names_the_nearest() -> None:
+def test_an_unknown_method_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown method 'rag_r2'; did you mean 'rag_r1'"):
         read_claim("rag_r2")
+    with pytest.raises(ConfigError, match=r"has no claim.yaml; write it as"):
+        read_claim(str(tmp_path))
 
 
 def test_a_folder_has_a_claim_of_its_own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,10 @@ def test_a_folder_has_a_claim_of_its_own_recipes(tmp_path: Path, monkeypatch: py
             r'run ours: policy.model: got \{strat\}, expected .* such as "\{start\}", in quotes',
         ),
         ({"policy.model": "{ours}"}, r"run ours: policy.model: got \{ours\}, expected a model or an earlier run"),
-        ({"environment.env": "nowhere:Mine"}, "run ours: environment.env.*put nowhere.py into the folder"),
+        (
+            {"environment.env": "nowhere:Mine"},
+            "run ours: environment.env.*put nowhere.py beside the recipe or into the folder",
+        ),
         (
             '{"runs": {"a": {"recipe": "quickstart", "set": {"policy.model": 2020-01-01}}}}',
             "model: got 2020-01-01, a date",

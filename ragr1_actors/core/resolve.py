@@ -402,6 +402,8 @@ def load_object(name: str, known: Mapping[str, T | str]) -> T:
     if not colon:
         raise ConfigError(f"got {name!r}, expected one of {', '.join(sorted(known))} or my_module:MyName")
     file = _module_file(module_name) if module_name.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ConfigError(f"{name!r}: there is no file {module_name}; put it there, or start where it is")
     module_name, folder = (file.stem, str(file.parent)) if file else (module_name, os.getcwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -429,7 +431,9 @@ def _import(name: str, module_name: str, is_known: bool) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if not is_known and f"{module_name}.".startswith(f"{missing}."):
-            raise ConfigError(f"{name!r}: {error}; put {module_name}.py into the folder you start from") from error
+            raise ConfigError(
+                f"{name!r}: {error}; put {module_name}.py beside the recipe or into the folder you start from"
+            ) from error
         raise ConfigError(f"{name!r} needs the package {missing!r}; install it beside this one") from error
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}"

@@ -152,6 +152,8 @@ def read_claim(method: str) -> Claim:
     known, own = claim_files(), Path(method) / CLAIM_FILE
     file = known.get(method, own)
     if not file.is_file():
+        if Path(method).is_dir():
+            raise ConfigError(f"{method} has no {CLAIM_FILE}; {_FORM}")
         raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes, or give a folder")
     if file is own and own.resolve().parent.name in known:
         raise ConfigError(f"{method}: the project has a method of this name; rename the folder")
