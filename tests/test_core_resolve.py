@@ -14,13 +14,14 @@ from small_world import invoke
 
 from envs.tasks.published_sets import load_sets
 from ragr1_actors.cli.view import tokenizer_folders
-from ragr1_actors.core.config import GuardSettings, LoraSettings, RunnerAutoscaling
+from ragr1_actors.core.config import GuardSettings, LoraSettings, PolicySettings, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
 from ragr1_actors.planning.plan import count_passages
 from ragr1_actors.planning.preflight import check_classes, check_names
-from ragr1_actors.planning.tiny_policy import TinyPolicy
+from ragr1_actors.planning.tiny_policy import TinyPolicy, policy_maker
+from ragr1_actors.planning.tiny_vision import TinyVisionPolicy
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -172,6 +173,14 @@ def test_odd_heads_are_refused_and_the_size_named_instead_works(hidden_size: int
     assert TinyPolicy.read({"hidden_size": named, "num_heads": num_heads}, "policy.options").shape.hidden_size == named
     with pytest.raises(ConfigError, match=r"policy\.options\.num_heads: got 3; hidden_size is 128"):
         TinyPolicy.read({"num_heads": 3}, "policy.options")
+
+
+def test_the_head_of_a_policy_that_reads_images_holds_two_axes() -> None:
+    with pytest.raises(ConfigError, match="hidden_size is 24, expected a multiple of four times the heads, such as 32"):
+        TinyVisionPolicy.read({"hidden_size": 24, "num_heads": 4}, "policy.options")
+    assert TinyVisionPolicy.read({"hidden_size": 32, "num_heads": 4}, "policy.options").shape.vision is not None
+    made = policy_maker(PolicySettings(model="tiny_vision", options={"family": "qwen3_vl"}))
+    assert isinstance(made, TinyVisionPolicy) and made.shape.has_qk_norm
 
 
 def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:

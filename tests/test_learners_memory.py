@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from learners_common import Build, make_config
 from tensor_bytes import TensorBytes
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, Qwen2Config, Qwen3Config
 
 from benchmarks.learner.gpu import ROW_TOKENS
 from benchmarks.learner.shapes import SHAPES
@@ -30,6 +31,8 @@ from learners.packing import packed_layout
 from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
+from ragr1_actors.core.models.vision import FAMILIES
+from ragr1_actors.planning.tiny_vision import TinyVisionPolicy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine
@@ -59,12 +62,37 @@ def test_parameters_are_exact(config: Any) -> None:
     assert shape.backbone_parameters == sum(p.numel() for p in model.get_decoder().parameters())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_of_a_policy_that_reads_images_are_exact(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_heads": 2, "vision_layers": 3, "patch_size": 6, "vocab_size": 300}
+    maker = TinyVisionPolicy.read({"family": family, **sizes}, "policy.options")
+    maker.write(tmp_path, [f"word{number}" for number in range(99)], seed=0, max_position_embeddings=64)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    shape = ModelShape.of(str(tmp_path))
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    assert maker.shape == shape
+    assert shape.vision is not None
+    assert shape.vision.num_parameters == sum(p.numel() for p in model.model.visual.parameters())
+
+
+def test_a_vision_tower_takes_memory_and_time() -> None:
+    seeing = ModelShape.of("Qwen/Qwen2.5-VL-7B")
+    blind = replace(seeing, vision=None)
+    passes = [pass_parts(one, 8192, 1000, 2, checkpointing=True, takes_rows=True) for one in (blind, seeing)]
+    tower = passes[1]["vision tower"]
+    assert {**passes[0], "vision tower": tower} == passes[1]
+    kept = 4 * 8192 * 32 * 1280 * 2  # patches of all placeholders, the input of each layer
+    assert kept < tower < 2.5 * kept
+    assert seeing.forward_flops_per_token - blind.forward_flops_per_token == 2 * 4 * 676_550_144
+
+
 def test_published_sizes() -> None:
     found = {name: ModelShape.of(name).num_parameters for name in HUB_CONFIGS}
     assert found["Qwen/Qwen2.5-0.5B"] == 494_032_768
     assert found["Qwen/Qwen2.5-1.5B"] == 1_543_714_304
     assert found["Qwen/Qwen2.5-3B"] == 3_085_938_688
     assert found["Qwen/Qwen2.5-7B"] == 7_615_616_512
+    assert found["Qwen/Qwen2.5-VL-7B"] == 8_292_166_656
     assert ModelShape.of("Qwen/Qwen2.5-7B-Instruct") == ModelShape.of("Qwen/Qwen2.5-7B")
     assert ModelShape.of("Qwen/Qwen2.5-7B").kv_bytes_per_token(2) == 57_344
 

@@ -38,7 +38,7 @@ def small(*, is_trained: bool) -> Iterator[str]:
     """Recipes with a tiny policy: those that train, or those that only evaluate."""
     for name in (name for names in method_recipes().values() for name in names):
         config = AlgorithmConfig.from_recipe(name).freeze()
-        if config.policy.model == TINY and is_trained == bool(config.sft.num_steps or config.training.num_iterations):
+        if config.policy.model in TINY and is_trained == bool(config.sft.num_steps or config.training.num_iterations):
             yield name
 
 

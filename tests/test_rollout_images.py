@@ -122,6 +122,12 @@ def test_a_template_that_drops_an_image_is_refused(seeing: PolicyTokenizer) -> N
         seeing.image_ids(page(900, 4))
 
 
+class TextsOnly(ScriptedEngine):
+    """An engine without the method for images."""
+
+    show = None  # type: ignore[assignment]
+
+
 @pytest.mark.engine
 async def test_a_policy_or_engine_without_vision_ends_only_the_attempt(
     seeing: PolicyTokenizer, blind: PolicyTokenizer
@@ -130,9 +136,9 @@ async def test_a_policy_or_engine_without_vision_ends_only_the_attempt(
     assert found.stop_reason is StopReason.ENV_ERROR
     assert "of the type qwen2 reads none here; take a model of the types qwen2_5_vl, qwen3_vl" in found.error
     config = SamplerConfig(environment=EnvironmentSettings(env=f"{__name__}:Pages"))
-    runner = EnvRunner(config, seeing, OnePassage(), ScriptedEngine({"t/0#0": ["one"]}, seeing.encode))
+    runner = EnvRunner(config, seeing, OnePassage(), TextsOnly({"t/0#0": ["one"]}, seeing.encode))
     (found,) = (await runner.sample_group(GroupRequest("t/0", TASK, 1, 0.0))).trajectories
-    assert found.stop_reason is StopReason.ENV_ERROR and "ScriptedEngine takes texts only" in found.error
+    assert found.stop_reason is StopReason.ENV_ERROR and "TextsOnly takes texts only" in found.error
 
 
 @pytest.mark.engine

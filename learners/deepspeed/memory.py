@@ -160,13 +160,23 @@ def pass_parts(
 ) -> Parts:
     """Return the peak of a policy's forward and backward pass over a row.
 
-    The head has its gradient before the first layer is computed again, so the two share memory.
+    The head has its gradient before the first layer is computed again, so the two share memory. The vision tower counts
+    as if all tokens were of different images, which is the most.
     """
     head, shared = head_bytes(shape, num_targets, element_bytes), 0
     if checkpointing:
         shared = recomputed_bytes(shape, num_tokens, element_bytes, takes_rows=takes_rows)
     activations = activation_bytes(shape, num_tokens, element_bytes, checkpointing=checkpointing, takes_rows=takes_rows)
-    return {"activations": activations, "head": max(0, head - shared)}
+    parts = {"activations": activations, "head": max(0, head - shared)}
+    if (tower := shape.vision) is not None:  # its layers attend without block attention
+        parts["vision tower"] = activation_bytes(
+            tower.layers,
+            tower.patches_per_token * num_tokens,
+            element_bytes,
+            checkpointing=checkpointing,
+            takes_rows=True,
+        )
+    return parts
 
 
 def lora_parameters(shape: ModelShape, rank: int, target_modules: list[str]) -> int:

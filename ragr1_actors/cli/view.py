@@ -54,7 +54,7 @@ def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:
     from ragr1_actors.runs.storage.layout import POLICY, SFT_POLICY
 
     yield from (store.bring(POLICY), store.bring(SFT_POLICY))
-    if (folder := path_of(model, TINY)) is not None:
+    if (folder := path_of(model, *TINY)) is not None:
         yield folder
     if (newest := Checkpoints(store).latest()) is not None:
         yield Path(on_this_node(part_of(newest, f"{POLICY_FOLDER}/tokenizer"))) / POLICY_FOLDER

@@ -163,9 +163,10 @@ class PolicySettings(Section):
 
     model: str = "tiny"
     """Hugging Face folder or hub name; a run directory, for its newest policy; or ``tiny``: a small Qwen2 with random
-    weights and its tokenizer, made in the run directory."""
+    weights and its tokenizer, made in the run directory; ``tiny_vision`` is one that reads images."""
     options: dict[str, Any] = {}
-    """Options of a policy that is made, by its option names: for ``tiny`` ``{hidden_size: 128, num_layers: 3}``."""
+    """Options of a policy that is made, by its option names: for ``tiny`` ``{hidden_size: 128, num_layers: 3}``,
+    for ``tiny_vision`` also ``{max_image_tokens: 64}``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the weights in learners and engines; ``bfloat16`` on GPUs, ``float32`` (default) on CPUs."""
     chat_format: str = "auto"

@@ -34,7 +34,8 @@ MAX_DEPTH = 16
 """Levels of lists and mappings in one value: ``env_runners.engine_options`` needs a few."""
 RECIPE_ENDINGS = (".yaml", ".yml")
 """Endings of a recipe's file, which tell it from a recipe's name."""
-TINY = "tiny"
+TINY = ("tiny", "tiny_vision")
+"""Words for policies that are made; see ``planning/tiny_policy.py``."""
 STATIC = "static"
 CORRECT = "correct"
 MIXTURE = "mixture"
@@ -75,7 +76,7 @@ def path_of(value: str | Path, *words: str) -> Path | None:
     """Return the path in the value of a key or an option, or None if it is one of the known ``words``.
 
     A word wins over a file or folder of its name, so that the current folder does not change the meaning of a recipe:
-    ``path_of("tiny", TINY) is None``, and ``./tiny`` is the path. A ``Path`` is not a word, as it has lost its ``./``.
+    ``path_of("tiny", *TINY) is None``, and ``./tiny`` is the path. A ``Path`` is not a word, as it has lost its ``./``.
     """
     return None if isinstance(value, str) and value in words else Path(value)
 

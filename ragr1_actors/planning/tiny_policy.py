@@ -20,6 +20,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ragr1_actors.core.config import PolicySettings
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.section import Section
 
 _TAG_NAMES = ("think", "search", "information", "answer")
@@ -81,14 +82,19 @@ class TinyPolicy(Section):
         )
 
 
-POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy}
+POLICIES: dict[str, type[TinyPolicy] | str] = {
+    "tiny": TinyPolicy,
+    "tiny_vision": "ragr1_actors.planning.tiny_vision:TinyVisionPolicy",
+}
 """Known words in ``policy.model``, for policies that are made in the run directory; others are folders or hub names."""
 
 
 def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
     """Return the maker of the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
-    maker = POLICIES.get(policy.model)
-    return None if maker is None else maker.read(policy.options, "policy.options")
+    if policy.model not in POLICIES:
+        return None
+    maker: type[TinyPolicy] = load_object(policy.model, POLICIES)
+    return maker.read(policy.options, "policy.options")
 
 
 def make_tiny_policy(

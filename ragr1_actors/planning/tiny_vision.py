@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field, ValidationInfo, field_validator
+
+from ragr1_actors.core.models.model_shape import ModelShape, vision_tower
 from ragr1_actors.core.models.vision import FAMILIES
-from ragr1_actors.planning.tiny_policy import INITIALIZER_RANGE, ROPE_THETA, train_tokenizer
+from ragr1_actors.planning.tiny_policy import INITIALIZER_RANGE, ROPE_THETA, TinyPolicy, train_tokenizer
 
 _TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
@@ -17,6 +21,44 @@ _TOKENS = {
 }
 MERGE_SIZE = 2
 """Number of patches of a placeholder, in each direction."""
+
+
+class TinyVisionPolicy(TinyPolicy):
+    """Maker of ``policy.model: tiny_vision``, with ``policy.options``: the sizes of ``tiny``, and those of images."""
+
+    family: Literal["qwen2_5_vl", "qwen3_vl"] = "qwen2_5_vl"
+    """Type of transformers whose shape the policy has."""
+    vision_layers: int = Field(2, ge=1)
+    """Number of layers of the vision tower, which is as wide as the text model."""
+    patch_size: int = Field(4, ge=2)
+    """Side of a patch in pixels; a placeholder is two patches wide and high."""
+    max_image_tokens: int = Field(64, ge=1)
+    """Number of placeholders to which a larger image is reduced."""
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides_both_axes(cls, num_heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("hidden_size", 4 * num_heads)  # missing if it was refused itself
+        if width % (4 * num_heads):
+            fitting = (width // (4 * num_heads) + 1) * 4 * num_heads
+            problem = f"hidden_size is {width}, expected a multiple of four times the heads, such as {fitting}"
+            raise ValueError(f"{problem}: places in an image have two axes, of pairs of numbers")
+        return num_heads
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the policy, for ``ragr1 plan``."""
+        vision = _vision_settings(self.family, self.hidden_size, self.vision_layers, self.num_heads, self.patch_size)
+        text = super().shape
+        if self.family == "qwen3_vl":
+            text = replace(text, has_qkv_bias=False, has_qk_norm=True)
+        return replace(text, vision=vision_tower(self.family, vision))
+
+    def write(self, directory: Path, texts: Iterable[str], *, seed: int, max_position_embeddings: int) -> None:
+        """Write the folder of the policy, whose vocabulary has the commonest words of ``texts``."""
+        make_tiny_vision_policy(
+            directory, texts, seed=seed, **self.model_dump(), max_position_embeddings=max_position_embeddings
+        )
 
 
 def make_tiny_vision_policy(
@@ -106,6 +148,7 @@ def _vision_settings(family: str, hidden_size: int, num_layers: int, num_heads: 
         "num_heads": num_heads,
         "out_hidden_size": hidden_size,
         "patch_size": patch_size,
+        "temporal_patch_size": 2,
         "spatial_merge_size": MERGE_SIZE,
         "initializer_range": INITIALIZER_RANGE,
     }

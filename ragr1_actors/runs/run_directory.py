@@ -199,7 +199,7 @@ def _with_its_policy(stored: RunConfig, asked: RunConfig) -> RunConfig:
 
     Only paths are compared: the run has a copy, and the other policy may no longer exist.
     """
-    named, began_with = path_of(asked.policy.model, TINY), Path(stored.policy.model)
+    named, began_with = path_of(asked.policy.model, *TINY), Path(stored.policy.model)
     if named is None or named.absolute() not in (began_with.parent, *began_with.parents[2:3]):
         return asked
     policy = asked.policy.model_copy(update={"model": stored.policy.model})
@@ -312,7 +312,7 @@ def with_newest_policy(config: RunConfig) -> RunConfig:
     Raises ``RunDirectoryError`` if the run has no checkpoint yet.
     """
     try:
-        folder = named_folder(config.policy.model, TINY)
+        folder = named_folder(config.policy.model, *TINY)
     except OSError:  # for example the name is too long: the checks of the configuration say so
         return config
     if folder is None or (folder / "config.json").is_file():

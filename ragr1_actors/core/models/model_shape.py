@@ -13,10 +13,14 @@ from typing import Any, Self
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl")
 """Values of ``model_type`` whose parameters ``ModelShape`` counts exactly."""
 
 _QWEN25: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936, "head_dim": 128}
+_QWEN25_TOWER: dict[str, Any] = {
+    **{"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16},
+    **{"patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2},
+}
 HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-0.5B": _QWEN25
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
@@ -33,8 +37,45 @@ HUB_CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Qwen/Qwen2.5-14B": _QWEN25
     | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 152_064},
+    "Qwen/Qwen2.5-VL-7B": {"model_type": "qwen2_5_vl", "vocab_size": 152_064, "tie_word_embeddings": False}
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vision_config": _QWEN25_TOWER | {"out_hidden_size": 3584}},
 }
 """Sizes of models that recipes name, from the ``config.json`` on their hub pages; ``-Instruct`` has the same."""
+
+
+@dataclass(frozen=True)
+class VisionTower:
+    """Sizes of the part of a model that reads images."""
+
+    num_parameters: int
+    """Number of parameters, those that merge patches included: 676,550,144 of Qwen2.5-VL-7B."""
+    layers: ModelShape
+    """Sizes of its layers, as far as they decide over activations."""
+    patches_per_token: int
+    """Number of patches of a placeholder."""
+
+
+def vision_tower(model_type: str, config: Mapping[str, Any]) -> VisionTower:
+    """Read the ``vision_config`` of a ``config.json``; raises as a mapping does that lacks a size."""
+    width, inner, depth = (int(config[name]) for name in ("hidden_size", "intermediate_size", "depth"))
+    heads, out, merged = (
+        int(config["num_heads"]),
+        int(config["out_hidden_size"]),
+        int(config["spatial_merge_size"]) ** 2,
+    )
+    is_qwen3 = model_type == "qwen3_vl"
+    norm = (2 if is_qwen3 else 1) * width  # with a bias
+    mlp = (2 if is_qwen3 else 3) * width * inner + (1 if is_qwen3 else 2) * inner + width
+    layer = 2 * norm + 4 * width * width + 4 * width + mlp
+    merging = merged * width * (merged * width + 1) + (merged * width + 1) * out
+    patch = 3 * int(config.get("temporal_patch_size", 2)) * int(config["patch_size"]) ** 2 * width
+    total = patch + depth * layer + norm + merging
+    if is_qwen3:  # places of patches are learned, and some layers have a merging of their own, with a wider norm
+        deep = len(config["deepstack_visual_indexes"])
+        total += width + int(config["num_position_embeddings"]) * width + deep * (merged * norm + merging)
+    layers = ModelShape(width, inner, depth, heads, heads, width // heads, 1, is_tied=True)
+    return VisionTower(total, layers, merged)
 
 
 @dataclass(frozen=True)
@@ -52,6 +93,8 @@ class ModelShape:
     """Whether the head's weight is the embedding's."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
+    vision: VisionTower | None = None
+    """Sizes of what reads images; None for a model of texts."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> Self:
@@ -68,7 +111,10 @@ class ModelShape:
                 f"{name}: its memory cannot be computed: got model_type {model_type!r}, expected one of "
                 f"{', '.join(MODEL_TYPES)}"
             )
+        vision, whole = None, config
         try:
+            if "vision_config" in config:
+                vision, config = vision_tower(model_type, config["vision_config"]), config.get("text_config", config)
             num_heads, hidden_size = int(config["num_attention_heads"]), int(config["hidden_size"])
             shape = cls(
                 hidden_size=hidden_size,
@@ -78,15 +124,16 @@ class ModelShape:
                 num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
                 head_dim=int(config.get("head_dim") or hidden_size // num_heads),
                 vocab_size=int(config["vocab_size"]),
-                is_tied=bool(config.get("tie_word_embeddings", False)),
-                has_qkv_bias=model_type == "qwen2" or bool(config.get("attention_bias", False)),
-                has_qk_norm=model_type == "qwen3",
+                is_tied=bool(whole.get("tie_word_embeddings", False)),
+                has_qkv_bias=model_type in ("qwen2", "qwen2_5_vl") or bool(config.get("attention_bias", False)),
+                has_qk_norm=model_type in ("qwen3", "qwen3_vl"),
+                vision=vision,
             )
         except KeyError as error:
             raise ConfigError(f"{name}: its config.json has no {error.args[0]}; take a whole model folder") from error
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"{name}: a size in its config.json is no number: {error}; copy it again") from error
-        sizes = {key: value for key, value in asdict(shape).items() if not isinstance(value, bool)}
+        sizes = {key: value for key, value in asdict(shape).items() if type(value) is int}
         if wrong := [f"{key} {value}" for key, value in sizes.items() if value < 1]:
             raise ConfigError(f"{name}: its config.json gives {wrong[0]}, expected at least 1; copy it again")
         return shape
@@ -141,7 +188,8 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Number of parameters, a tied head counted once: 7,615,616,512 for Qwen2.5-7B."""
-        return self.backbone_parameters + (0 if self.is_tied else self.embedding_parameters)
+        seeing = 0 if self.vision is None else self.vision.num_parameters
+        return self.backbone_parameters + seeing + (0 if self.is_tied else self.embedding_parameters)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers: 57,344 for Qwen2.5-7B in bfloat16."""
@@ -151,9 +199,10 @@ class ModelShape:
     def forward_flops_per_token(self) -> int:
         """FLOPs per token of one forward pass without attention's pairs: 2 per parameter of the layers and the head.
 
-        Source: Chowdhery et al., arXiv:2204.02311, appendix B.
+        Source: Chowdhery et al., arXiv:2204.02311, appendix B. With a vision tower all tokens count as of images.
         """
-        return 2 * (self.num_layers * self.layer_parameters + self.embedding_parameters)
+        seeing = 0 if self.vision is None else self.vision.patches_per_token * self.vision.num_parameters
+        return 2 * (self.num_layers * self.layer_parameters + self.embedding_parameters + seeing)
 
 
 def _hub_file(model: str) -> Path:

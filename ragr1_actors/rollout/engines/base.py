@@ -582,6 +582,9 @@ class ScriptedEngine:
             on_text(text)
         return Completion(token_ids[:num_new], [0.0] * num_new, [self._version] * num_new, text, finish)
 
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        """Do nothing: the script is the same whatever is seen."""
+
     def release(self, request_id: str) -> None:
         """Drop ``request_id``; it starts again with its first turn."""
         self._next_turn.pop(request_id, None)
