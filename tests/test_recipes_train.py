@@ -27,9 +27,10 @@ IN_DRIVER = (
     "retrieval.num_retrievers=0",
     "training.train_batch_size=2",
     "training.num_minibatches=1",
-    "env_runners.max_new_tokens_per_turn=16",  # the start policies write on until the limit
     "evaluation.num_tasks=1",
 )
+SHORT = "env_runners.max_new_tokens_per_turn=16"
+"""A policy after ten steps of SFT writes on until the limit."""
 START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
 Starts = Callable[[str], Path]
 
@@ -70,7 +71,7 @@ def start_of(tmp_path_factory: pytest.TempPathFactory) -> Starts:
 
 @pytest.mark.parametrize("name", list(small(is_trained=True)))
 def test_a_recipe_trains(name: str, start_of: Starts, tmp_path: Path) -> None:
-    train(name, tmp_path, f"policy.model={start_of(name)}", "sft.num_steps=0", "training.num_iterations=5")
+    train(name, tmp_path, f"policy.model={start_of(name)}", "sft.num_steps=0", "training.num_iterations=5", SHORT)
     rows = [row for row in read_metrics(tmp_path) if row["stage"] == "rl" and "time/iteration_s" in row]
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5]
 
