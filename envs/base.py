@@ -25,8 +25,9 @@ from envs.measures import MEASURES, Measure
 from envs.observations import defuse
 from envs.options import PassageOptions, SearchOptions
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.content import Content, Image
-from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.content import Content, Image, images_of
+from ragr1_actors.core.errors import ConfigError, DataError, shortened
+from ragr1_actors.core.images import size_of
 from ragr1_actors.core.resolve import load_object, named, part_options
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import ChatModel, Completion, DefuseFn, EncodeFn, Message, Task, ToolCall, Trajectory
@@ -91,6 +92,7 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
             raise ConfigError(
                 f"{named(method)} gave {got} as observation or result, expected text, or texts and images"
             )
+        _check_images(content, method)
     _check_tuple(result.calls, "calls", ToolCall, method)
     _check_tuple(result.restart, "restart", Message, method)
     _check_tuple(result.results, "results", object, method)
@@ -102,6 +104,14 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
         if not is_finite(value):
             raise ConfigError(f"{named(method)} gave a metric {name} of {value!r}, expected a finite number")
     return result
+
+
+def _check_images(content: Content, method: Callable[..., Any]) -> None:
+    for image in images_of(content):
+        try:
+            size_of(image)
+        except DataError as error:
+            raise DataError(f"{named(method)} gave {error}") from error
 
 
 def _check_tuple(given: object, name: str, kind: type, method: Callable[..., Any]) -> None:
@@ -121,6 +131,8 @@ def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
     if not isinstance(messages, list) or not messages or not all(isinstance(one, Message) for one in messages):
         got = shortened(repr(messages))
         raise ConfigError(f"{named(reset)} returned {got}, expected a list of at least one Message")
+    for one in messages:
+        _check_images(one.content, reset)
     return messages
 
 

@@ -7,7 +7,7 @@
       options: {folder: pages, model: google/siglip-base-patch16-224}
 
 Each process that searches embeds the folder at its first search, and compares with all images: it is for some thousand
-pages. A text file beside an image, ``page_7.txt`` for ``page_7.png``, is its caption.
+pages. A text file beside an image, ``page_7.txt`` for ``page_7.png``, is its caption, in UTF-8.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class ImageRetriever:
             return await asyncio.to_thread(self._search, queries, k)
 
     def _search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        if not queries:
+            return []
         passages, vectors = self._embedded
         scores = self._model.texts(queries) @ vectors.T
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
@@ -100,11 +102,16 @@ class ImageRetriever:
         for path in self._files:
             try:
                 image = read_image(path.read_bytes(), str(path))
+                caption = path.with_suffix(".txt")
+                text = caption.read_text(encoding="utf-8-sig").strip() if caption.is_file() else ""
+            except UnicodeDecodeError as error:
+                logger.warning(
+                    "an image is left out: %s: not UTF-8 text (byte %s); save it as UTF-8", caption, error.start
+                )
+                continue
             except (DataError, OSError) as error:
                 logger.warning("an image is left out: %s", one_line(error))
                 continue
-            caption = path.with_suffix(".txt")
-            text = caption.read_text(encoding="utf-8", errors="replace").strip() if caption.is_file() else ""
             passages.append(Passage(path.relative_to(root).as_posix(), path.stem, text, image=image))
         if not passages:
             raise DataError(f"{root}: none of {len(self._files)} images can be read; the warnings say why")

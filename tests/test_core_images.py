@@ -51,7 +51,7 @@ BAD = {
     "truncated": (saved(picture(60, 40))[:-400], "cannot be read as an image"),
     "truncated JPEG": (saved(picture(60, 40), "JPEG")[:-400], "cannot be read as an image"),
     "truncated WebP": (saved(picture(60, 40), "WEBP")[:-400], "cannot be read as an image"),
-    "text": (b"a page", "cannot be read as an image in PNG, JPEG or WebP"),
+    "text": (b"a page", "cannot be read as an image in PNG, JPEG or WebP; save it as one"),
     "empty": (b"", "cannot be read as an image"),
     "bomb": (bomb(), "expected at most 64,000,000"),
     "pixels": (saved(PIL.Image.new("1", (8100, 8000))), "got an image of 8,100 x 8,000 pixels"),

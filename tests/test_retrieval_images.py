@@ -50,11 +50,15 @@ def pages(tmp_path: Path) -> Path:
 
 async def test_images_are_found_with_their_captions(model: Path, pages: Path, caplog: pytest.LogCaptureFixture) -> None:
     (pages / "broken.png").write_bytes(page().data[:-30])
+    (pages / "noted.png").write_bytes(page().data)
+    (pages / "noted.txt").write_bytes("café".encode("latin-1"))
     retriever = pickle.loads(pickle.dumps(ImageRetriever({"folder": str(pages), "model": str(model), "batch_size": 2})))
     with caplog.at_level(logging.WARNING):
         red, blue = await retriever.search(["red", "blue page"], 2)
-    (said,) = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
-    assert "broken.png: cannot be read as an image" in said
+    broken, caption = [one.getMessage() for one in caplog.records if "left out" in one.getMessage()]
+    assert "broken.png: cannot be read as an image" in broken
+    assert "noted.txt: not UTF-8 text (byte 3); save it as UTF-8" in caption
+    assert await retriever.search([], 2) == []
     assert len(red) == len(blue) == 2 and red[0].score >= red[1].score
     (every,) = await retriever.search(["red"], 9)
     assert {(one.id, one.title, one.text) for one in every} == {

@@ -154,6 +154,14 @@ async def test_an_image_that_cannot_be_decoded_ends_only_its_attempt(seeing: Pol
     recorder = recorder_of(tokenizer, TagsFormat(tokenizer), ["one"])
     found = await run_trajectory(EnvAttempt(Broken(), recorder), TASK)
     assert found.stop_reason is StopReason.ENV_ERROR and "cannot be read as an image in PNG" in found.error
+    assert "Broken.act (" in found.error and "test_rollout_images.py, line" in found.error
+
+    class BrokenPrompt(Odd):
+        async def reset(self, task: Task) -> list[Message]:
+            return [Message("user", ("Look:", broken))]
+
+    found = await run_trajectory(EnvAttempt(BrokenPrompt(), recorder), TASK)
+    assert found.stop_reason is StopReason.ENV_ERROR and "BrokenPrompt.reset (" in found.error
 
 
 def url_of(image: Any) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def read_image(data: bytes, name: str) -> Image:
                 return Image(data, f"image/{str(picture.format).lower()}")
     except _BOMBS:
         problem = f"got an image of more pixels than fit into memory, expected at most {MAX_PIXELS:,}; make it smaller"
+    except PIL.UnidentifiedImageError:
+        problem = "cannot be read as an image in PNG, JPEG or WebP; save it as one"
     except _DAMAGES as error:
         problem = f"cannot be read as an image in PNG, JPEG or WebP: {one_line(error)}; save it again"
     raise DataError(f"{name}: {problem}")
