@@ -85,6 +85,15 @@ async def test_a_wrong_part_is_a_result_that_the_policy_reads(tool: str, argumen
     assert isinstance(content, str) and said in content
 
 
+async def test_a_part_that_cannot_be_shown_does_not_end_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = page(250, 4)
+    assert "of 250 x 1 pixels is too thin" in text_of(await answer(env_of([wide]), "crop", box=[0, 0, 1, 0.2]))
+    assert images_of(await answer(env_of([wide]), "crop", box=[0, 0, 0.5, 0.2]))
+    assert size_of(wide) == (250, 4)  # it was checked when it was seen
+    monkeypatch.setattr("ragr1_actors.core.images.MAX_BYTES", 500)  # a part is a PNG, whatever its image is
+    assert "is too large to be shown" in text_of(await answer(env_of([wide]), "zoom", x=0.5, y=0.5, factor=1))
+
+
 async def test_without_an_image_there_is_nothing_to_cut() -> None:
     assert await answer(env_of([]), "crop", box=[0, 0, 1, 1]) == "There is no image 0: 0 were seen."
 

@@ -18,6 +18,8 @@ MAX_BYTES = 32 << 20
 """Limit of the bytes of a file."""
 MAX_PIXELS = 64_000_000
 """Limit of pixels: an A4 page at 600 dpi has 35 million; each takes 3 bytes once it is decoded."""
+_MAX_RATIO = 200
+"""Limit of the longer side over the shorter one of a part: policies refuse thinner images."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _BOMBS = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
@@ -97,7 +99,7 @@ def cropped(image: Image, box: Box, *, min_side: int = 1) -> Image:
     """Return a part of an image, enlarged so that its shorter side has at least ``min_side`` pixels.
 
     Raises:
-        ValueError: the box is empty, or reaches out of the image; the message is for the policy.
+        ValueError: the box is empty, too thin or too large, or reaches out of the image; the message is for the policy.
     """
     left, top, right, bottom = box
     if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
@@ -112,4 +114,10 @@ def cropped(image: Image, box: Box, *, min_side: int = 1) -> Image:
     factor = min_side / min(part.size)
     if factor > 1:
         part = part.resize((round(part.width * factor), round(part.height * factor)), PIL.Image.Resampling.BICUBIC)
-    return encoded(part)
+    if max(part.size) > _MAX_RATIO * min(part.size):
+        raise ValueError(f"The part of {part.width} x {part.height} pixels is too thin to be shown; take a wider one.")
+    if len((found := encoded(part)).data) > MAX_BYTES:
+        raise ValueError(
+            f"The part of {part.width} x {part.height} pixels is too large to be shown; take a smaller one."
+        )
+    return found
