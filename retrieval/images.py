@@ -4,10 +4,11 @@
 
     retrieval:
       type: images
-      options: {folder: pages, model: google/siglip-base-patch16-224}
+      options: {folder: pages, model: google/siglip-base-patch16-224}      # or {folder: INDEX}
 
-Each process that searches embeds the folder at its first search, and compares with all images: it is for some thousand
-pages. A text file beside an image, ``page_7.txt`` for ``page_7.png``, is its caption, in UTF-8.
+A query is compared with all images. Of a folder each process embeds the images at its first search; ``ragr1 index
+build`` does it once, for PDFs too. A text file beside an image, ``page_7.txt`` for ``page_7.png``, is its caption, in
+UTF-8.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from ragr1_actors.core.content import Image
+from ragr1_actors.core.disk.files import write_folder
+from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.images import decoded, read_image
 from ragr1_actors.core.models.model_code import find_code
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
+from retrieval.corpora.pages import SUFFIXES, copy_pages, image_files
 
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+INDEX_FILE, VECTORS_FILE = "images.json", "vectors.npy"
 logger = logging.getLogger(__name__)
 
 
@@ -39,11 +43,61 @@ class ImageOptions(Section):
     """Options of ``retrieval.type: images``."""
 
     folder: str
-    """Folder with images in PNG, JPEG or WebP, also in folders of it."""
-    model: str
-    """Folder or hub name of a model that embeds texts and images, such as CLIP or SigLIP."""
+    """Folder with images in PNG, JPEG or WebP, also in folders of it; or an index of ``ragr1 index build``."""
+    model: str = ""
+    """Folder or hub name of a model that embeds texts and images, such as CLIP or SigLIP; by default that of the
+    index."""
     batch_size: int = Field(16, ge=1)
     """Number of images that are embedded together."""
+
+
+class PageOptions(Section):
+    """Options of ``ragr1 index build`` for pages."""
+
+    dpi: int = Field(144, ge=36, le=600)
+    """Resolution in which PDFs are rendered, in pixels per inch."""
+    batch_size: int = Field(16, ge=1)
+    """Number of images that are embedded together."""
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """Contents of ``images.json``: what the rows of ``vectors.npy`` are."""
+
+    model: str
+    """Model that embedded them."""
+    names: tuple[str, ...]
+    """Paths below the folder."""
+
+
+def build_image_index(source: Path, out: Path, model: str, options: Mapping[str, Any]) -> int:
+    """Write copies of the pages of a folder or a PDF, with their embeddings; return the number of pages.
+
+    Raises:
+        ConfigError: an option is wrong, or pypdfium2 is missing.
+        DataError: ``out`` exists, the model cannot be loaded, or no page can be read.
+    """
+    settings = PageOptions.read(options, "--option")
+    if not source.exists():
+        raise DataError(f"there is no {source}; give an existing folder or PDF")
+    if out.exists():
+        raise DataError(f"{out} exists already and is not overwritten; remove it or choose another directory")
+    embedder, names = _Embedder(model), list[str]()
+
+    def write(writing: Path) -> None:
+        copy_pages(source, writing, settings.dpi)
+        found, vectors = _embed_folder(writing, embedder, settings.batch_size)
+        names.extend(found)
+        np.save(writing / VECTORS_FILE, vectors)
+        write_json(writing / INDEX_FILE, {"model": model, "names": names})
+
+    write_folder(out, write, (INDEX_FILE, VECTORS_FILE))
+    return len(names)
+
+
+def is_image_index(folder: Path) -> bool:
+    """Return whether a folder is an index of images."""
+    return (folder / INDEX_FILE).is_file()
 
 
 class ImageRetriever:
@@ -57,14 +111,18 @@ class ImageRetriever:
         """
         self._arguments = dict(options)
         self._options = ImageOptions.read(options, "retrieval.options")
-        folder = Path(self._options.folder)
-        self._files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
-        if not self._files:
+        self._root = Path(self._options.folder)
+        if not image_files(self._root):
             raise ConfigError(
-                f"retrieval.options.folder: {folder} holds no image, expected files in {', '.join(_SUFFIXES)}"
+                f"retrieval.options.folder: {self._root} holds no image, expected files in {', '.join(SUFFIXES)}"
             )
-        if find_code(Path(self._options.model)):
-            raise ConfigError(f"retrieval.options.model: {self._options.model} brings code, which is not run")
+        self._index = read_json_as(ImageIndex, self._root / INDEX_FILE) if is_image_index(self._root) else None
+        self._model_name = self._options.model or (self._index.model if self._index else "")
+        if not self._model_name or (self._index and self._index.model != self._model_name):
+            expected = f"{self._index.model}, which made the index" if self._index else "a model of texts and images"
+            raise ConfigError(f"retrieval.options.model: got {self._model_name!r}, expected {expected}")
+        if find_code(Path(self._model_name)):
+            raise ConfigError(f"retrieval.options.model: {self._model_name} brings code, which is not run")
         self._lock = asyncio.Lock()
 
     def __reduce__(self) -> tuple[type[ImageRetriever], tuple[Any, ...]]:
@@ -78,46 +136,77 @@ class ImageRetriever:
             DataError: the model cannot be loaded, or no file of the folder can be read.
         """
         async with self._lock:  # the model loads once
-            return await asyncio.to_thread(self._search, queries, k)
+            return await asyncio.to_thread(self.search_batch, queries, k)
 
-    def _search(self, queries: list[str], k: int) -> list[list[Passage]]:
+    def search_batch(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """Return what ``search`` returns, in this thread."""
         if not queries:
             return []
-        passages, vectors = self._embedded
+        names, vectors = self._embedded
         scores = self._model.texts(queries) @ vectors.T
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return [
-            Hits(replace(passages[index], score=float(row[index])) for index in order)
+            Hits(self._passage(names[index], float(row[index])) for index in order)
             for row, order in zip(scores, best, strict=True)
         ]
 
-    @cached_property
-    def _model(self) -> _Embedder:
-        return _Embedder(self._options.model)
+    def _passage(self, name: str, score: float) -> Passage:
+        path = self._root / name
+        return Passage(name, path.stem, _caption(path), score, image=_read(path))
 
     @cached_property
-    def _embedded(self) -> tuple[list[Passage], NDArray[np.float32]]:
-        """Passages and unit vectors, ``[num_images, size]``; a file that cannot be read is left out with a warning."""
-        root, passages = Path(self._options.folder), list[Passage]()
-        for path in self._files:
-            try:
-                image = read_image(path.read_bytes(), str(path))
-                caption = path.with_suffix(".txt")
-                text = caption.read_text(encoding="utf-8-sig").strip() if caption.is_file() else ""
-            except UnicodeDecodeError as error:
-                logger.warning(
-                    "an image is left out: %s: not UTF-8 text (byte %s); save it as UTF-8", caption, error.start
-                )
-                continue
-            except (DataError, OSError) as error:
-                logger.warning("an image is left out: %s", one_line(error))
-                continue
-            passages.append(Passage(path.relative_to(root).as_posix(), path.stem, text, image=image))
-        if not passages:
-            raise DataError(f"{root}: none of {len(self._files)} images can be read; the warnings say why")
-        images, size = [one.image for one in passages if one.image is not None], self._options.batch_size
-        parts = [self._model.images(images[first : first + size]) for first in range(0, len(images), size)]
-        return passages, np.concatenate(parts)
+    def _model(self) -> _Embedder:
+        return _Embedder(self._model_name)
+
+    @cached_property
+    def _embedded(self) -> tuple[Sequence[str], NDArray[np.float32]]:
+        """Names and unit vectors, ``[num_images, size]``."""
+        if self._index is None:
+            return _embed_folder(self._root, self._model, self._options.batch_size)
+        path = self._root / VECTORS_FILE
+        try:
+            vectors = np.load(path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {one_line(error)}; build the index again") from error
+        if vectors.shape[:1] != (len(self._index.names),):
+            raise DataError(
+                f"{path} has the shape {vectors.shape}, expected a row of each image; build the index again"
+            )
+        return self._index.names, vectors
+
+
+def _read(path: Path) -> Image:
+    try:
+        return read_image(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+def _caption(path: Path) -> str:
+    file = path.with_suffix(".txt")
+    try:
+        return file.read_text(encoding="utf-8-sig").strip() if file.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def _embed_folder(root: Path, embedder: _Embedder, batch_size: int) -> tuple[list[str], NDArray[np.float32]]:
+    """Return names and unit vectors of a folder's images; one that cannot be read is left out with a warning."""
+    files, names, vectors, batch = image_files(root), list[str](), list[NDArray[np.float32]](), list[Image]()
+    for path in files:
+        try:
+            _caption(path)
+            batch.append(_read(path))
+        except DataError as error:
+            logger.warning("an image is left out: %s", one_line(error))
+            continue
+        names.append(path.relative_to(root).as_posix())
+        if len(batch) == batch_size:
+            vectors.append(embedder.images(batch))
+            batch.clear()
+    if not names:
+        raise DataError(f"{root}: none of {len(files)} images can be read; the warnings say why")
+    return names, np.concatenate([*vectors, *([embedder.images(batch)] if batch else [])])
 
 
 class _Embedder:
@@ -133,8 +222,7 @@ class _Embedder:
             self._model.get_text_features, self._model.get_image_features  # noqa: B018
         except Exception as error:  # safetensors and tokenizers raise their own exceptions for a damaged file
             raise DataError(
-                f"retrieval.options.model: {name!r} cannot be loaded ({one_line(error)}); give a model of texts and "
-                "images, such as CLIP or SigLIP"
+                f"{name!r} cannot be loaded ({one_line(error)}); give a model of texts and images, such as SigLIP"
             ) from error
 
     def texts(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -7,16 +7,20 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
+from small_world import invoke
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import CLIPConfig, CLIPModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from typer.testing import CliRunner
 from vision_world import page
 
-from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.images import decoded
-from retrieval.images import ImageRetriever
+from ragr1_actors.cli.main import app
+from ragr1_actors.core.errors import ConfigError, DataError, UserError
+from ragr1_actors.core.images import decoded, read_image, size_of
+from retrieval.images import ImageRetriever, build_image_index
 
 pytestmark = pytest.mark.engine
 
@@ -78,9 +82,52 @@ async def test_images_are_found_with_their_captions(model: Path, pages: Path, ca
     np.testing.assert_allclose(every[0].score, torch.cosine_similarity(image, text, dim=0).item(), atol=1e-5)
 
 
+async def test_an_index_of_images_and_pdfs_is_found_as_its_folder(
+    model: Path, pages: Path, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("pypdfium2")
+    out = tmp_path_factory.mktemp("out") / "index"
+    sheets = [PIL.Image.new("RGB", (72, 36), colour) for colour in ("red", "blue")]
+    sheets[0].save(pages / "deep" / "two.pdf", save_all=True, append_images=sheets[1:], resolution=72)
+    (pages / "broken.pdf").write_bytes(b"%PDF-1.4 no more")
+    build = ("index", "build", "--corpus", str(pages), "--out", str(out), "--encoder", str(model), "--option", "dpi=72")
+    with caplog.at_level(logging.WARNING):
+        assert f"5 pages in {out}" in invoke(*build, "--option", "batch_size=2")
+    assert "broken.pdf: pages are left out, as they cannot be read" in caplog.text
+    rendered = read_image((out / "deep" / "two.pdf" / "two_0002.png").read_bytes(), "page")
+    assert size_of(rendered) == (72, 36)
+    np.testing.assert_allclose(np.asarray(decoded(rendered), int), np.asarray(sheets[1], int), atol=8)  # by JPEG
+    (found,) = await ImageRetriever({"folder": str(out)}).search(["red"], 9)
+    assert {one.title for one in found} == {"page_0", "page_1", "page_2", "two_0001", "two_0002"}
+    (expected,) = await ImageRetriever({"folder": str(pages), "model": str(model)}).search(["red"], 9)
+    own = [one for one in found if not one.title.startswith("two")]
+    assert [(one.id, one.text, one.image) for one in own] == [(one.id, one.text, one.image) for one in expected]
+    np.testing.assert_allclose([one.score for one in own], [one.score for one in expected], atol=1e-6)
+    printed = invoke("index", "search", str(out), "red", "-k", "1", "--json")
+    assert f'"id": "{found[0].id}"' in printed and '"image": null' in printed
+    with pytest.raises(ConfigError, match="which made the index"):
+        ImageRetriever({"folder": str(out), "model": "another"})
+    np.save(out / "vectors.npy", np.zeros((2, 8), np.float32))
+    with pytest.raises(DataError, match=r"has the shape \(2, 8\), expected a row of each image"):
+        await ImageRetriever({"folder": str(out)}).search(["red"], 1)
+
+
+def test_pages_are_not_written_over_and_take_no_options_of_passages(model: Path, pages: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="exists already and is not overwritten"):
+        build_image_index(pages, pages, str(model), {})
+    with pytest.raises(DataError, match=r"there is no gone\.pdf; give an existing folder or PDF"):
+        build_image_index(Path("gone.pdf"), tmp_path / "index", str(model), {})
+    with pytest.raises(ConfigError, match=r"--option\.dpi: got 1"):
+        build_image_index(pages, tmp_path / "index", str(model), {"dpi": 1})
+    refused = CliRunner().invoke(app, ["index", "build", "--corpus", str(pages), "--out", "x", "--type", "hnsw"])
+    assert isinstance(refused.exception, UserError) and "got pages, which take none of them" in str(refused.exception)
+
+
 async def test_what_cannot_be_searched_is_refused(model: Path, pages: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no image, expected files in"):
         ImageRetriever({"folder": str(model), "model": str(model)})
+    with pytest.raises(ConfigError, match="got '', expected a model of texts and images"):
+        ImageRetriever({"folder": str(pages)})
     with pytest.raises(DataError, match="give a model of texts and images"):
         await ImageRetriever({"folder": str(pages), "model": str(pages)}).search(["red"], 1)
     for path in (pages / "deep").glob("*.png"):

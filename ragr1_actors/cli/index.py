@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,13 +53,13 @@ OptionsOption = Annotated[
 
 @app.command("build")
 def build(
-    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file, also compressed (.gz).")],
+    corpus: Annotated[Path, typer.Option("--corpus", help="A corpus file, also compressed; a folder of pages; a PDF.")],
     out: Annotated[Path, typer.Option("--out", help="The index directory to make.")],
     index_type: Annotated[
         str, typer.Option("--type", help="flat, fp16, sq8, pq, ivf, ivf_pq, hnsw, bm25 or hybrid.")
     ] = "flat",
     encoder: Annotated[
-        str, typer.Option("--encoder", help="static, or a sentence-transformers folder or hub name.")
+        str, typer.Option("--encoder", help="static, or a sentence-transformers folder or hub name; for pages SigLIP.")
     ] = "static",
     vector_type: Annotated[str, typer.Option("--vectors", help="Type of the dense part of a hybrid index.")] = "flat",
     corpus_format: FormatOption = "auto",
@@ -83,13 +83,15 @@ def build(
     from cluster.placement import session_with_room
     from cluster.placement_plan import Demand
     from retrieval.build import build_index, building_dir, index_info
+    from retrieval.corpora.pages import is_pages
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
 
+    if is_pages(corpus):
+        return _build_pages(corpus, out, encoder, option, (index_type, num_shards, num_actors, device))
     if num_gpus is not None and device == "cpu":
         raise UserError(f"--gpus-per-actor: got {num_gpus:g} with --device cpu; add --device cuda, or leave it out")
-    workers = Workers(num_actors, num_cpus, num_gpus, device)
-    each = workers.resources
+    each = (workers := Workers(num_actors, num_cpus, num_gpus, device)).resources
     actors = [Demand("encoding actors", num_actors, each["num_cpus"], each["num_gpus"])] if num_actors else []
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
     try:
@@ -110,6 +112,15 @@ def build(
         raise typer.Exit(exit_status(interrupt)) from None
     info = index_info(out)
     print_line(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}")
+
+
+def _build_pages(corpus: Path, out: Path, model: str, option: list[str] | None, others: tuple[object, ...]) -> None:
+    from retrieval.images import build_image_index
+
+    if others != ("flat", 1, 0, "cpu"):
+        raise UserError("--type, --shards, --actors, --device: got pages, which take none of them; leave them out")
+    num_pages = build_image_index(corpus, out, model, parse_options(option))
+    print_line(f"{num_pages:,} pages in {out}; retrieval.type=images finds them")
 
 
 @app.command("adopt")
@@ -166,10 +177,15 @@ def search(
     as_json: JsonOption = False,
 ) -> None:
     """Search an index."""
+    from retrieval.images import ImageRetriever, is_image_index
     from retrieval.local import LocalRetriever
 
-    retriever = LocalRetriever(index, reranker=reranker, options=parse_options(option))
-    results = retriever.search_batch(queries, k)
+    options = parse_options(option)
+    if is_image_index(index):
+        found = ImageRetriever({"folder": str(index), **options}).search_batch(queries, k)
+        results = [[replace(page, image=None) for page in pages] for pages in found]
+    else:
+        results = LocalRetriever(index, reranker=reranker, options=options).search_batch(queries, k)
     if as_json:
         print_json([{"query": q, "passages": [asdict(p) for p in ps]} for q, ps in zip(queries, results, strict=True)])
         return
