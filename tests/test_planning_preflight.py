@@ -161,7 +161,9 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 
 def test_a_policy_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_text("")
-    assert "is a file, expected tiny, a Hugging Face folder" in refusal("policy.model", str(tmp_path / "model.bin"))
+    assert "is a file, expected tiny, tiny_vision, a Hugging Face folder" in refusal(
+        "policy.model", str(tmp_path / "model.bin")
+    )
     assert "holds no config.json" in refusal("policy.model", str(tmp_path))
     for missing in (str(tmp_path / "none"), "./none", "~/none", "runs/a/policy", ""):
         assert "there is no folder" in refusal("policy.model", missing)

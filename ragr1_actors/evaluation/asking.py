@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -140,5 +139,9 @@ def answer_as_json(trajectory: Trajectory) -> dict[str, Any]:
 def _turn_as_json(turn: Turn) -> dict[str, Any]:
     calls = searches(turn.calls)
     queries = [call.asked for call in calls]
-    documents = [{"query": call.asked, **asdict(record)} for call in calls for record in call.records]
+    documents = [
+        {"query": call.asked, "id": one.id, "title": one.title, "text": one.text, "score": one.score}
+        for call in calls
+        for one in call.records
+    ]
     return {"text": turn.completion_text, "action": turn.action, "queries": queries, "documents": documents}
