@@ -90,7 +90,7 @@ async def test_a_part_that_cannot_be_shown_does_not_end_the_attempt(monkeypatch:
     assert "of 250 x 1 pixels is too thin" in text_of(await answer(env_of([wide]), "crop", box=[0, 0, 1, 0.2]))
     assert images_of(await answer(env_of([wide]), "crop", box=[0, 0, 0.5, 0.2]))
     assert size_of(wide) == (250, 4)  # it was checked when it was seen
-    monkeypatch.setattr("ragr1_actors.core.images.MAX_BYTES", 500)  # a part is a PNG, whatever its image is
+    monkeypatch.setattr("ragr1_actors.core.images.MAX_BYTES", 500)  # a part is a PNG, also of a JPEG
     assert "is too large to be shown" in text_of(await answer(env_of([wide]), "zoom", x=0.5, y=0.5, factor=1))
 
 

@@ -141,7 +141,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(tokenizer: PolicyTokeni
 
 
 def test_a_row_without_images_trains_the_tower_by_zero(tokenizer: PolicyTokenizer, policy: PolicyModel) -> None:
-    """Ranks reduce the gradients of all weights together, whatever is in their rows."""
+    """Ranks reduce the gradients of all weights together, with or without images in their rows."""
     policy.zero_grad()
     policy(pack(flatten([attempts(tokenizer, 0)[4]]), [0])).logprobs.sum().backward()
     tower = [value.grad for name, value in policy.named_parameters() if ".visual." in name]

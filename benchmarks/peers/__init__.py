@@ -1,1 +1,1 @@
-"""Other systems on the same work: a process per system, in an environment of its own."""
+"""Other systems on the same work: a process per system, each with separate packages."""

@@ -1,8 +1,7 @@
 """Our side of a comparison with a peer: a real run whose turns have a number and a length that no policy changes.
 
 Two systems sample different tokens. So that both compute the same number, every turn has ``max_new_tokens_per_turn``
-tokens, whatever the policy samples, and the number of the turn says whether it searches, for the task's question, or
-answers.
+tokens. The number of the turn says whether it searches, for the task's question, or answers.
 """
 
 from __future__ import annotations

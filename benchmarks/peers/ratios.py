@@ -11,7 +11,7 @@ vs_trl_memory_single_tiny peak memory of all processes ÷ TRL's in that run; so 
 ========================= ======================================================================= ======
 
 Each side is a process with two threads: ``ragr1 train`` with env runner, learner and index in the driver, and
-``trl_grpo.py`` in an environment of its own (``make .venv-trl/.installed``). The first iteration does not count.
+``trl_grpo.py`` in ``.venv-trl`` (``make .venv-trl/.installed``). The first iteration does not count.
 
 Both sides compute the same tokens; else it is an error. No token ends a turn, so turns have a fixed length, and their
 number is fixed (``fixed.py``). Our side runs first, and searches. TRL gets our prompts, and what our searches found, in

@@ -465,7 +465,7 @@ class _Holder:
         return re.sub("|".join([*map(re.escape, names), _PRIVATE]), self._hold, text)
 
     def hold_parts(self, content: Content, *, is_turn: bool = False) -> str:
-        """Return a content with names and images replaced; each image has a character of its own."""
+        """Return a content with names and images replaced; a different character stands for each image."""
         return "".join(
             self._hold_image(part) if isinstance(part, Image) else self.hold(part, is_turn=is_turn)
             for part in parts_of(content)

@@ -583,7 +583,7 @@ class ScriptedEngine:
         return Completion(token_ids[:num_new], [0.0] * num_new, [self._version] * num_new, text, finish)
 
     def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
-        """Do nothing: the script is the same whatever is seen."""
+        """Do nothing: the script does not depend on images."""
 
     def release(self, request_id: str) -> None:
         """Drop ``request_id``; it starts again with its first turn."""
