@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +175,7 @@ class ImageRetriever:
         return self._index.names, vectors
 
 
+@lru_cache(256)  # the same pages are found again and again, and a check decodes them
 def _read(path: Path) -> Image:
     try:
         return read_image(path.read_bytes(), str(path))
