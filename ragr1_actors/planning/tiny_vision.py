@@ -85,12 +85,13 @@ def make_tiny_vision_policy(
     from safetensors.torch import save_file
     from tokenizers import AddedToken
     from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size - len(_TOKENS))
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in _TOKENS.values()])
     tokenizer.save_pretrained(directory)
-    text = _text_settings(len(tokenizer), hidden_size, num_layers, num_heads)
+    text = _text_settings(family, len(tokenizer), hidden_size, num_layers, num_heads)
     text |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = AutoConfig.for_model(
         family,
@@ -114,11 +115,13 @@ def make_tiny_vision_policy(
         "patch_size": patch_size,
         "merge_size": MERGE_SIZE,
         "temporal_patch_size": 2,
+        "image_mean": OPENAI_CLIP_MEAN,  # Qwen2.5-VL's, and the defaults; vLLM reads them here
+        "image_std": OPENAI_CLIP_STD,
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def _text_settings(vocab_size: int, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+def _text_settings(family: str, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
     head_dim = hidden_size // num_heads
     sixth = head_dim // 6  # half of a head's dimensions are frequencies, shared by time, height and width
     rope = {
@@ -126,6 +129,8 @@ def _text_settings(vocab_size: int, hidden_size: int, num_layers: int, num_heads
         "rope_theta": ROPE_THETA,
         "mrope_section": [head_dim // 2 - 2 * sixth, sixth, sixth],
     }
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True  # vLLM reads it; transformers takes it for granted
     return {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,

@@ -476,7 +476,7 @@ def show_images(engine: Engine, request_id: str, images: Sequence[PlacedImage]) 
     if not isinstance(engine, SeeingEngine):
         raise ConfigError(
             f"env_runners.engine: got a message with an image, and {type(engine).__name__} takes texts only; set it to "
-            "transformers or endpoint"
+            "transformers, vllm or endpoint"
         )
     engine.show(request_id, images)
 

@@ -51,11 +51,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VLLMEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import EngineDeadError, EngineError, TransferError, one_line
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, in_parts
 from ragr1_actors.rollout.engines.adapters import base_names
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
+from ragr1_actors.rollout.engines.vllm_images import ImageInputs
 
 SHARED_MEMORY = Path("/dev/shm")
 TWIN_BACKEND = "ragr1_twin"
@@ -79,6 +81,8 @@ class VLLMEngine:
         arguments = _arguments(policy_dir, settings)
         self.llm = _start(arguments)
         """Engine of vLLM, for methods that ``Engine`` lacks."""
+        self._inputs = ImageInputs(self.llm, policy_dir)
+        self._shown: dict[str, Sequence[PlacedImage]] = {}
         self._first_version = settings.version
         self._has_twin = arguments["weight_transfer_config"]["backend"] == TWIN_BACKEND
         self._sleeps = False
@@ -91,18 +95,27 @@ class VLLMEngine:
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
     ) -> Completion:
         """Continue ``prompt_token_ids``; see ``Engine.generate``."""
-        self._num_requests += 1
-        stream = self.llm.generate(
-            TokensPrompt(prompt_token_ids=list(prompt_token_ids)),
-            _sampling_params(sampling, self._tokenizer.eos_token_ids, is_streamed=on_text is not None),
-            f"{request_id}#{self._num_requests}",
-        )
-        try:
-            with _alive(f"in a turn of {request_id!r}"):
-                outputs = await _collect(stream, on_text)
-        except (VLLMClientError, EngineGenerateError, ValueError) as error:
-            raise EngineError(f"vLLM refused a turn of {request_id!r}: {error.__cause__ or error}") from error
-        return self._completion(outputs)
+        images = self._shown.pop(request_id, ())
+        params = _sampling_params(sampling, self._tokenizer.eos_token_ids, is_streamed=on_text is not None)
+        for sends_all in (False, True) if images else (True,):
+            prompt: Any = TokensPrompt(prompt_token_ids=list(prompt_token_ids))
+            if images:
+                prompt = await self._inputs.prompt(prompt_token_ids, images, sends_all=sends_all)
+            self._num_requests += 1
+            stream = self.llm.generate(prompt, params, f"{request_id}#{self._num_requests}")
+            try:
+                with _alive(f"in a turn of {request_id!r}"):
+                    outputs = await _collect(stream, on_text)
+            except (VLLMClientError, EngineGenerateError, ValueError) as error:
+                raise EngineError(f"vLLM refused a turn of {request_id!r}: {error.__cause__ or error}") from error
+            if outputs[-1].finish_reason != "error":
+                return self._completion(outputs)
+            # its process lacks an image that it was sent before, as after an update of weights: once more with all
+        raise EngineError(f"vLLM failed in a turn of {request_id!r}; its own log says why")
+
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        """See ``SeeingEngine``."""
+        self._shown[request_id] = images
 
     def _completion(self, outputs: list[Any]) -> Completion:
         """Join the pieces of one completion."""
@@ -117,7 +130,8 @@ class VLLMEngine:
         return Completion(token_ids, logprobs, versions.tolist(), self._tokenizer.decode(token_ids), finish_reason)
 
     def release(self, request_id: str) -> None:
-        """Do nothing: vLLM's prefix cache drops the least recently used entries itself."""
+        """Forget images; vLLM's prefix cache drops the least recently used entries itself."""
+        self._shown.pop(request_id, None)
 
     async def update_weights(self, weights: Mapping[str, NDArray[Any]], version: int) -> None:
         """Swap the weights in; see ``Engine.update_weights``.
@@ -194,6 +208,7 @@ class VLLMEngine:
         """
         if self._paused_at is None and not self._sleeps:
             self._paused_at = asyncio.get_running_loop().time()
+            self.llm.renderer.clear_mm_cache()  # it says what the one of the process has, which is dropped, too
             await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
     async def sleep(self) -> None:
@@ -262,6 +277,8 @@ def _arguments(policy_dir: str | Path, settings: EngineArguments) -> dict[str, A
         "max_model_len": settings.max_context_tokens,
         "max_num_seqs": settings.max_rows,
         "enable_prefix_caching": True,
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_device_do_normalize": False,  # patches are as the learner's, normalized
         # log-probs of the sampling distribution, temperature included, as the learner computes them
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,

@@ -30,7 +30,8 @@ from ragr1_actors.core.weight_transport import TIMEOUT_S, AdapterBase, as_weight
 from ragr1_actors.rollout.engines.adapters import merged_weights
 
 DEADLINE_S = TIMEOUT_S / 2  # for a broadcast; the sender waits for longer, and then ends the runner
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")  # the second: with images
+_HEAD = "lm_head.weight"
 
 
 class WeightUpdateExtension:
@@ -85,11 +86,11 @@ class FileUpdates:
 
     def _with_tied_head(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a tied embedding as the head too: a CPU packs the head separately, and would keep the old one."""
-        is_tied = self.model_config.hf_text_config.tie_word_embeddings
+        is_tied = self.model_config.hf_config.tie_word_embeddings
         for name, weight in weights:
             if not (is_tied and name == _HEAD):
                 yield name, weight
-            if is_tied and name == _EMBEDDING:
+            if is_tied and name in _EMBEDDINGS:
                 yield _HEAD, weight
 
     def complete(self) -> None:
