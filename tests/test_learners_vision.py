@@ -10,14 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from learners_common import make_config
 from vision_world import Alone, make_seeing, page, seen_trajectory
 
+from learners.algorithms.ppo import PPOLearner
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
 from ragr1_actors.core.content import PlacedImage
-from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.vision import FAMILIES, ImageReader, rope_positions
-from ragr1_actors.core.types import Trajectory
+from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 pytestmark = pytest.mark.engine
@@ -166,6 +167,45 @@ def test_the_tower_runs_once_per_distinct_image_of_a_row(
     assert len(row.images) == 9 and seen == [2]
 
 
-def test_a_critic_refuses_a_policy_that_reads_images(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="a critic reads no images"):
-        ValueModel(folder, torch.float32, False)
+def test_a_critic_has_the_values_and_gradients_of_its_sequences_one_at_a_time(
+    tokenizer: PolicyTokenizer, alone: Alone, folder: Path
+) -> None:
+    """The tower has gradients too, of the same images as transformers' own model."""
+    critic, trajectories = ValueModel(folder, torch.float32, False), attempts(tokenizer, 3)
+    torch.nn.init.normal_(critic.head.weight)
+    flat = flatten(trajectories)
+    row = pack(flat, range(len(flat.lengths)))
+    values = critic(row)
+    values.sum().backward()
+    alone.model.zero_grad()
+    expected = []
+    for trajectory in trajectories:
+        for part in trajectory.rows:
+            images = [one.image for one in trajectory.images if part.start <= one.start < part.stop]
+            at = torch.from_numpy(trajectory.kinds[part] == 1).nonzero()[:, 0]
+            own = critic.head(alone.hidden(trajectory.token_ids[part].tolist(), images)[at - 1])[:, 0]
+            expected.append(own.detach())
+            own.sum().backward(inputs=[*alone.model.parameters()])
+    torch.testing.assert_close(values.detach(), torch.cat(expected)[row.column_index], atol=2e-5, rtol=0)
+    theirs = dict(alone.model.model.named_parameters())
+    for name, ours in critic.backbone.named_parameters():
+        grad = theirs[name].grad
+        assert ours.grad is not None and grad is not None, name
+        assert grad.abs().max() > 0 or ".k_proj.bias" in name, name
+        scale = grad.abs().max().clamp(min=1)
+        torch.testing.assert_close(ours.grad / scale, grad / scale, atol=2e-5, rtol=0, msg=name)
+
+
+def test_ppo_learns_from_images(tokenizer: PolicyTokenizer, folder: Path) -> None:
+    learner = PPOLearner(make_config(training={"algorithm": "ppo"}), folder)
+    learner.build()
+    try:
+        before = {name: value.detach().clone() for name, value in learner.critic.module.named_parameters()}
+        for seed in range(2):
+            members = tuple(replace(one, reward=float(at % 2)) for at, one in enumerate(attempts(tokenizer, seed)))
+            metrics = learner.update([TrajectoryGroup(members[0].task, members)])
+        after = dict(learner.critic.module.named_parameters())
+    finally:
+        learner.close()
+    assert np.isfinite(metrics["value_loss"]) and metrics["critic_grad_norm"] > 0
+    assert any((after[name] != value).any() for name, value in before.items() if "visual." in name)

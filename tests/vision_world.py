@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -87,10 +88,18 @@ class Alone:
 
     def logits(self, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
         """Return ``[num_tokens, vocabulary]``."""
-        ids, given = torch.tensor([token_ids]), {}
+        found: torch.Tensor = self._run(token_ids, images).logits[0]
+        return found
+
+    def hidden(self, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
+        """Return the hidden states before the head, ``[num_tokens, hidden_size]``."""
+        found: torch.Tensor = self._run(token_ids, images, output_hidden_states=True).hidden_states[-1][0]
+        return found
+
+    def _run(self, token_ids: Sequence[int], images: Sequence[Image], **more: bool) -> Any:
+        ids, given = torch.tensor([token_ids]), dict[str, Any](more)
         if images:
             patches, grids = map(torch.from_numpy, self._reader.patches(images))
-            given = {"pixel_values": patches, "image_grid_thw": grids}
+            given |= {"pixel_values": patches, "image_grid_thw": grids}
         types = (ids == self._reader.token_ids[1]).int()
-        found: torch.Tensor = self.model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **given).logits[0]
-        return found
+        return self.model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **given)

@@ -74,16 +74,18 @@ class ValueModel(nn.Module):
     ) -> None:
         """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
-        if reads_images(policy_dir):
-            raise ConfigError("training.algorithm: a critic reads no images; take grpo or another one without a critic")
-        self.backbone = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code).get_decoder()
-        self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=dtype)
+        model = load_causal_lm(policy_dir, dtype, gradient_checkpointing, trust_remote_code)
+        sees = reads_images(policy_dir)
+        self.backbone = model.base_model if sees else model.get_decoder()  # with the vision tower, which is trained too
+        self._vision = VisionInputs(self.backbone, policy_dir) if sees else None
+        self.head = nn.Linear(model.get_decoder().config.hidden_size, 1, dtype=dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return the values, ``[M]`` of float32."""
-        hidden_TC = packed_hidden_states(self.backbone, batch)
+        decoder = self.backbone if self._vision is None else self.backbone.get_decoder()
+        hidden_TC = packed_hidden_states(decoder, batch, self._vision)
         values_P: torch.Tensor = self.head(hidden_TC.index_select(0, batch.predict_positions)).squeeze(-1).float()
         return batch.per_model_token(values_P)
 

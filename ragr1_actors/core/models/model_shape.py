@@ -182,14 +182,14 @@ class ModelShape:
 
     @property
     def backbone_parameters(self) -> int:
-        """Parameters without the head: embedding, layers and the last norm."""
-        return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size
+        """Parameters without the head: embedding, layers, the last norm and the vision tower."""
+        seeing = 0 if self.vision is None else self.vision.num_parameters
+        return self.embedding_parameters + self.num_layers * self.layer_parameters + self.hidden_size + seeing
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters, a tied head counted once: 7,615,616,512 for Qwen2.5-7B."""
-        seeing = 0 if self.vision is None else self.vision.num_parameters
-        return self.backbone_parameters + seeing + (0 if self.is_tied else self.embedding_parameters)
+        return self.backbone_parameters + (0 if self.is_tied else self.embedding_parameters)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Return the bytes of keys and values of one token in all layers: 57,344 for Qwen2.5-7B in bfloat16."""

@@ -22,7 +22,7 @@ class VisionInputs:
     """Maker of the inputs of a policy's text model; it holds no parameters."""
 
     def __init__(self, model: Any, policy_dir: str | Path) -> None:
-        """Take a model of one of ``vision.FAMILIES``, and the folder with its image settings."""
+        """Take a model of one of ``vision.FAMILIES``, also without its head, and the folder with its image settings."""
         self._model = model
         self._reader = ImageReader(policy_dir)
         self._takes_features = model.config.model_type == "qwen3_vl"
@@ -63,7 +63,7 @@ class VisionInputs:
         else:
             patches, grids = self._reader.blank()
         device = self._model.get_input_embeddings().weight.device
-        found = self._model.model.get_image_features(
+        found = self._model.base_model.get_image_features(
             torch.from_numpy(patches).to(device), torch.from_numpy(grids).to(device)
         )
         return found.pooler_output, found.deepstack_features if self._takes_features else ()
