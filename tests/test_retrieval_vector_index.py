@@ -320,6 +320,24 @@ def test_queries_that_cannot_be_written_to_are_searched_without_a_warning(
     assert np.array_equal(found.rows, expected.rows)
 
 
+def test_a_search_leaves_torch_its_threads(tmp_path: Path) -> None:
+    # in a process that imports torch before faiss, as the driver does, both have the same OpenMP
+    assert run_python(THREADS, tmp_path).split() == ["2", "2"]
+
+
+THREADS = """
+import torch
+import numpy as np
+from retrieval.indexes.vector_index import VectorIndex
+
+torch.set_num_threads(2)
+vectors = np.eye(64, dtype=np.float32)
+for name in ("flat", "hnsw"):
+    VectorIndex.build([vectors], 64, name, count=64).search(vectors[:2], 3, num_threads=1)
+    print(torch.get_num_threads())
+"""
+
+
 @pytest.mark.integration
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
     """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""

@@ -225,15 +225,19 @@ class VectorIndex:
         Args:
             queries: float32 ``[n, dimension]``, each of length 1.
             k: number of rows, at least 1.
-            num_threads: threads of faiss, for the calling thread. ``flat`` uses torch's setting for the process.
+            num_threads: threads of faiss in this call. ``flat`` uses torch's setting for the process.
         """
-        # OpenMP keeps this number per thread, so it must be set in the thread that searches.
-        faiss.omp_set_num_threads(num_threads)
         k = min(k, self.count)
         if k == 0 or not len(queries):
             return Ranking(np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64))
-        # torch warns about read-only memory, such as the memory of a message
-        scores, rows = self._find(np.require(queries, np.float32, ["C", "W"]), k)
+        # OpenMP keeps this number per thread, also for torch: for an engine or a learner in this thread
+        before = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(num_threads)
+        try:
+            # torch warns about read-only memory, such as the memory of a message
+            scores, rows = self._find(np.require(queries, np.float32, ["C", "W"]), k)
+        finally:
+            faiss.omp_set_num_threads(before)
         return best_of(scores, self._named(rows), k)
 
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
