@@ -70,7 +70,7 @@ with ray_session():
             ray.get(call)
         except ray.exceptions.RayActorError:
             took_s = time.monotonic() - killed
-            print("failed after", took_s)
+            print(f"failed after {took_s}")  # one write: Ray's lines come from another thread
         ray.kill(actor)
         if took_s < 0.8:
             break
