@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -87,10 +88,14 @@ class Client:
         self.messages: list[dict[str, Any]] = [{"role": "user", "content": "Where was Ana born?"}]
 
     async def post(self, path: str, body: object, key: str | None = None) -> tuple[int, Any]:
-        headers = {"Authorization": f"Bearer {self.session.api_key if key is None else key}"}
+        headers = {
+            "Authorization": f"Bearer {self.session.api_key if key is None else key}",
+            "Content-Type": "application/json",
+        }
+        data = io.BytesIO(json.dumps(body).encode())
         async with (
             aiohttp.ClientSession() as http,
-            http.post(f"{self.session.url}{path}", json=body, headers=headers) as answer,
+            http.post(f"{self.session.url}{path}", data=data, headers=headers) as answer,
         ):
             text = await answer.text()
         return answer.status, text if answer.content_type == "text/event-stream" else json.loads(text)

@@ -47,6 +47,11 @@ def test_a_still_picture_is_read(kind: str) -> None:
     assert image != read_image(saved(picture(seed=1), kind), "page.x")
 
 
+def test_the_same_bytes_are_one_object() -> None:
+    data = saved(picture())
+    assert read_image(data, "a") is read_image(bytes(bytearray(data)), "b")
+
+
 BAD = {
     "truncated": (saved(picture(60, 40))[:-400], "cannot be read as an image"),
     "truncated JPEG": (saved(picture(60, 40), "JPEG")[:-400], "cannot be read as an image"),

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from tool_templates import write_tool_family
 from waits import until
 
+from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, UserError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import Completion, OnText, Sampling
@@ -43,6 +44,7 @@ class Noting(GrowingScripts):
         super().__init__(scripts, lambda text: tokenizer.encode_frame(text)[0] + end)  # type: ignore[operator]
         self.prompts: list[str] = []
         self.sampled: list[Sampling] = []
+        self.shown: list[Sequence[PlacedImage]] = []
         self.decode = tokenizer.decode
 
     async def generate(
@@ -51,6 +53,9 @@ class Noting(GrowingScripts):
         self.prompts.append(self.decode(prompt_token_ids))
         self.sampled.append(sampling)
         return await super().generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
+
+    def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
+        self.shown.append(images)
 
 
 @asynccontextmanager
@@ -63,12 +68,14 @@ async def serving(
     token: str = "",
     key: str = "any",
     context: int = 20_000,
+    policy: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[AsyncOpenAI, Noting]]:
-    config: Any = resolve({"environment": environment, "env_runners": {"max_context_tokens": context}})  # type: ignore[dict-item]
+    runners = {"max_context_tokens": context}
+    config: Any = resolve({"environment": environment, "env_runners": runners, "policy": policy or {}})  # type: ignore[dict-item]
     engine = Noting(tokenizer, turns)
-    policy = ServedPolicy(config, tokenizer, retriever or OnePassage(), engine)
+    served = ServedPolicy(config, tokenizer, retriever or OnePassage(), engine)
     async with (
-        PolicyServer(policy, port=0, token=token) as server,
+        PolicyServer(served, port=0, token=token) as server,
         AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client,
     ):
         yield client, engine

@@ -6,12 +6,15 @@ import asyncio
 import pickle
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from http_stub import Answer, always, breaking, free_port, port_of, silent, stub_server
+from vision_world import page
 
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.http.retriever import MAX_ANSWER_BYTES, HttpRetriever
@@ -55,6 +58,27 @@ async def test_every_field_of_our_server_comes_back() -> None:
         assert (again, again.is_cached) == (found[1], True)
         assert again is not found[1]
     assert echo.asked == [["Rīga 🗼", "b"]]
+
+
+async def test_the_pictures_of_passages_come_back_and_a_broken_one_fails_the_search() -> None:
+    pictured = Passage("7", "T", "A caption.", 0.5, image=page())
+    found: list[Any] = [pictured, replace(pictured, image=None)]
+
+    class Pages(Echo):
+        async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+            return [found for _ in queries]
+
+    async with RetrievalServer(Pages(), port=0) as server:
+        assert await http(server.url).search(["a"], 2) == [found]
+        found[0] = replace(pictured, image=Image(b"Riga", "image/png"))
+        with pytest.raises(RetrievalError, match="image: cannot be read as an image in PNG"):
+            await http(server.url).search(["b"], 2)
+
+
+async def test_what_another_server_writes_as_image_is_left_out() -> None:
+    document = {"id": "7", "title": "T", "text": "t", "image": "pages/7.png"}
+    async with stub_server(always({"result": [[document]]})) as url:
+        assert await http(url).search(["a"], 1) == [[Passage("7", "T", "t")]]
 
 
 async def test_odd_queries_are_asked_without_what_no_server_takes() -> None:

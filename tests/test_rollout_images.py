@@ -25,7 +25,7 @@ from ragr1_actors.rollout.engines.chat_client import as_sent, open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Recorder
+from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
 from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
 
 PAGE, OTHER = page(), page(40, 8, seed=1)
@@ -120,6 +120,19 @@ def test_a_template_that_drops_an_image_is_refused(seeing: PolicyTokenizer) -> N
         seeing.place(seeing.encode("a page"), [PAGE])
     with pytest.raises(ConfigError, match="got an image of 900 x 4 pixels: absolute aspect ratio"):
         seeing.image_ids(page(900, 4))
+
+
+@pytest.mark.engine
+def test_messages_whose_images_are_refused_leave_the_row_as_it_was(
+    seeing: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recorder_of(seeing, TagsFormat(seeing), ["one"])
+    recorder.restart([Message("user", "Look.")], Reading())
+    monkeypatch.setattr(seeing, "image_ids", lambda image: 2 * PolicyTokenizer.image_ids(seeing, image))
+    num_tokens = recorder.num_tokens
+    with pytest.raises(ConfigError, match="writes 2 of 1 images, expected all of them once"):
+        recorder.add([Message("user", (PAGE,))], Reading())
+    assert recorder.num_tokens == num_tokens
 
 
 class TextsOnly(ScriptedEngine):

@@ -5,8 +5,8 @@ A content without images is a plain text, and is handled as before there were im
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 
@@ -22,7 +22,12 @@ class Image:
 
     def __post_init__(self) -> None:
         """Compute the digest."""
-        object.__setattr__(self, "digest", blake2b(self.data, digest_size=16).hexdigest())
+        object.__setattr__(self, "digest", digest_of(self.data))
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest by which images are compared, 32 hexadecimal digits."""
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,11 @@ class PlacedImage:
     def num_tokens(self) -> int:
         """Number of placeholders."""
         return self.rows * self.cols
+
+
+def shifted(images: Sequence[PlacedImage], by: int) -> list[PlacedImage]:
+    """Return places behind ``by`` further token ids."""
+    return [replace(one, start=one.start + by) for one in images]
 
 
 Content = str | tuple[str | Image, ...]

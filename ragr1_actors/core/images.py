@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import binascii
 import io
+import re
 import struct
-from weakref import WeakKeyDictionary
+from base64 import b64decode, b64encode
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import PIL.Image
 
-from ragr1_actors.core.content import Image
-from ragr1_actors.core.errors import DataError, one_line
+from ragr1_actors.core.content import Image, digest_of
+from ragr1_actors.core.errors import DataError, one_line, shortened
 
 MAX_BYTES = 32 << 20
 """Limit of the bytes of a file."""
@@ -26,6 +29,9 @@ _BOMBS = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
 _DAMAGES = (OSError, ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, struct.error, EOFError)
 """Errors of Pillow for damaged files, whose headers it parses in Python."""
 
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECASE)
+
+_READ: WeakValueDictionary[str, Image] = WeakValueDictionary()  # images that were read, by digest
 _SIZES: WeakKeyDictionary[Image, tuple[int, int]] = WeakKeyDictionary()  # of images that were checked
 Box = tuple[float, float, float, float]
 """Part of an image: left, top, right and bottom, each from 0 to 1; ``(0, 0, 1, 0.5)`` is the upper half."""
@@ -34,17 +40,22 @@ Box = tuple[float, float, float, float]
 def read_image(data: bytes, name: str) -> Image:
     """Return the image of a file's bytes; ``name`` is for the message.
 
+    The same bytes are one object, and are decoded once, while something holds it.
+
     Raises:
         DataError: it is no whole still picture in PNG, JPEG or WebP, in grey or RGB, within the limits.
     """
     if len(data) > MAX_BYTES:
         raise DataError(f"{name}: got an image of {len(data):,} bytes, expected at most {MAX_BYTES:,}; make it smaller")
+    if (known := _READ.get(digest_of(data))) is not None:
+        return known
     try:
         with PIL.Image.open(io.BytesIO(data), formats=_FORMATS) as picture:
             problem = _problem(picture)
             if not problem:
                 picture.load()
-                return Image(data, f"image/{str(picture.format).lower()}")
+                found = Image(data, f"image/{str(picture.format).lower()}")
+                return _READ.setdefault(found.digest, found)
     except _BOMBS:
         problem = f"got an image of more pixels than fit into memory, expected at most {MAX_PIXELS:,}; make it smaller"
     except PIL.UnidentifiedImageError:
@@ -76,6 +87,24 @@ def size_of(image: Image) -> tuple[int, int]:
         with PIL.Image.open(io.BytesIO(image.data), formats=_FORMATS) as picture:
             known = _SIZES[image] = picture.size
     return known
+
+
+def data_url(image: Image) -> str:
+    """Return an image as it is sent in JSON: ``"data:image/png;base64,iVBORw0.."``."""
+    return f"data:{image.media_type};base64,{b64encode(image.data).decode()}"
+
+
+def read_data_url(url: str, name: str) -> Image:
+    """Return the image of a ``data:`` URL in base64; no other address is fetched. Errors as ``read_image``."""
+    if (head := _DATA_URL.match(url[:200])) is None:
+        raise DataError(
+            f"{name}: got {shortened(repr(url[:200]))}, expected data:image/png;base64,.. with the image's file"
+        )
+    try:
+        data = b64decode(url[head.end() :], validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{name}: got a data: URL that is no base64: {error}; encode the image's file") from None
+    return read_image(data, name)
 
 
 def decoded(image: Image) -> PIL.Image.Image:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.http import HttpServer, Limits, announce, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
-from ragr1_actors.core.content import PlacedImage
+from ragr1_actors.core.content import PlacedImage, images_of
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, UserError
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import (
@@ -41,6 +41,7 @@ from ragr1_actors.core.types import (
 )
 from ragr1_actors.evaluation.asking import answer_as_json, trained
 from ragr1_actors.rollout.chat_format import TagsFormat
+from ragr1_actors.rollout.engines.base import show_images
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.gateway.messages import (
     ApiError,
@@ -126,7 +127,8 @@ class ServedPolicy(EnvRunner):
             on_text: OnText | None = None,
             images: Sequence[PlacedImage] = (),
         ) -> Awaitable[Completion]:
-            assert not images, "the gateway takes texts only"
+            if images:
+                show_images(self.engine, request_id, images)
             room = min(sampling.max_new_tokens, request.max_tokens or sampling.max_new_tokens)
             sampling = replace(sampling, max_new_tokens=room, **given)
             return self.engine.generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
@@ -145,10 +147,14 @@ class ServedPolicy(EnvRunner):
     async def _solve(self, request: ChatRequest, task: Task, record: Callable[..., Recorder]) -> Reply:
         """Let the run's environment answer."""
         recorder = record()
-        env = self._env_class(self._config.environment, replace(self._context, seed=recorder.seed))
-        chat = _Conversation(env, request) if reads_calls(self._config.environment) else None
+        takes_chat = reads_calls(self._config.environment)
+        seen = images_of(*(one.content for one in request.messages)) if takes_chat else []
+        env = self._env_class(self._config.environment, replace(self._context, seed=recorder.seed, seen=seen))
+        chat = _Conversation(env, request) if takes_chat else None
         if chat is None and request.messages[-1].role != "user":
             raise ApiError(400, f"messages: the last one is of the {request.messages[-1].role}, expected a question")
+        if chat is None and images_of(request.messages[-1].content):
+            raise ApiError(400, "messages: the policy answers a question in text; leave images out")
         attempt = EnvAttempt(chat or env, recorder)
         try:
             stop_reason = await attempt.run(task, None)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.grammars.calls import ToolSchema
-from ragr1_actors.core.content import PlacedImage, images_of
+from ragr1_actors.core.content import PlacedImage, images_of, shifted
 from ragr1_actors.core.errors import ConfigError, EngineError
 from ragr1_actors.core.types import (
     Completion,
@@ -140,10 +140,10 @@ class Recorder:
         *before, last = messages
         written = last.text if last.role == "assistant" else ""
         self._messages = list(before if written else messages)
-        row = _Row()
-        row.add(self._chat.prompt_ids(self._messages, reading.tools), TokenKind.PROMPT)
+        ids = self._chat.prompt_ids(self._messages, reading.tools)
+        row = _Row(images=self._placed(self._messages, ids))
+        row.add(ids, TokenKind.PROMPT)
         self._rows.append(row)
-        self._place(self._messages, 0)
         self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         self._inject(written, reading)
 
@@ -181,7 +181,7 @@ class Recorder:
     def _copy(self, parent: Trajectory, part: slice) -> None:
         arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
         row = _Row(*(array[part].tolist() for array in arrays))
-        row.images += _shifted([one for one in parent.images if part.start <= one.start < part.stop], -part.start)
+        row.images += shifted([one for one in parent.images if part.start <= one.start < part.stop], -part.start)
         self._rows.append(row)
         self._opened = self._begun = ""
 
@@ -234,19 +234,17 @@ class Recorder:
             return self.room > 0
         if sum(len(ids) for ids, _ in extension.pieces) >= self.room:
             return False
-        start = len(row.ids)
+        row.images += shifted(self._placed(messages, _joined([ids for ids, _ in extension.pieces])), len(row.ids))
         for ids, kind in extension.pieces:
             row.add(ids, kind)
-        self._place(messages, start)
         if extension.is_new_message:
             self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         return True
 
-    def _place(self, messages: Sequence[Message], start: int) -> None:
-        """Note the images of messages, whose tokens are the last row's from ``start`` on."""
-        if images := images_of(*(message.content for message in messages)):
-            row = self._rows[-1]
-            row.images += _shifted(self._tokenizer.place(row.ids[start:], images), start)
+    def _placed(self, messages: Sequence[Message], ids: Sequence[int]) -> list[PlacedImage]:
+        """Return the places of the images of messages among their token ids."""
+        images = images_of(*(message.content for message in messages))
+        return self._tokenizer.place(ids, images) if images else []
 
     async def generate(self, reading: Reading, max_tokens: int | None = None) -> Completion:
         """Sample a turn of at most ``max_tokens`` and append it; its text begins with the tag that was open before it.
@@ -312,7 +310,7 @@ class Recorder:
             parent=self._parent,
             num_copied_tokens=self._num_copied,
             row_lengths=tuple(len(row.ids) for row in rows) if len(rows) > 1 else (),
-            images=tuple(one for row, start in zip(rows, starts, strict=False) for one in _shifted(row.images, start)),
+            images=tuple(one for row, start in zip(rows, starts, strict=False) for one in shifted(row.images, start)),
         )
 
     async def _sample(self, room: int, before: str, num_sampled: int, reading: Reading) -> Completion:
@@ -333,10 +331,6 @@ class Recorder:
             raise EngineError("the engine returned a log-prob that is not finite")
         row.sample(completion)
         return completion
-
-
-def _shifted(images: Sequence[PlacedImage], by: int) -> list[PlacedImage]:
-    return [replace(one, start=one.start + by) for one in images]
 
 
 def _joined(parts: Sequence[list[T]]) -> list[T]:

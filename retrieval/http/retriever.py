@@ -31,8 +31,10 @@ from pydantic import Field
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from yarl import URL
 
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.credentials import read_secret
-from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened, valid_unicode
+from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError, shortened, valid_unicode
+from ragr1_actors.core.images import read_data_url
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise
@@ -236,14 +238,25 @@ def _parse_passage(item: Any, server: str) -> Passage:
     if not isinstance(document, dict):
         raise RetrievalError(f"{server}: got a {type(document).__name__} for a passage, expected an object")
     title, text = _parse_text(document, server)
+    image = _parse_image(document.get("image"), server)
     identity = document.get("id")
     if not isinstance(identity, str | int):
         identity = text_id(title, text)
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = 0.0 if score is None else float(score)
         if math.isfinite(number):
-            return Passage(valid_unicode(str(identity)), title, text, number)
+            return Passage(valid_unicode(str(identity)), title, text, number, image)
     raise RetrievalError(f"{server}: got a passage with a score that is not a finite number")
+
+
+def _parse_image(found: Any, server: str) -> Image | None:
+    """Return the picture of a passage; other servers may write something else under its name."""
+    if not (isinstance(found, str) and found.startswith("data:image/")):
+        return None
+    try:
+        return read_data_url(found, f"{server}: image")
+    except DataError as error:
+        raise RetrievalError(str(error)) from None
 
 
 def _parse_text(document: dict[str, Any], server: str) -> tuple[str, str]:

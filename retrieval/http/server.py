@@ -36,6 +36,7 @@ from pydantic_core import from_json, to_json
 from cluster.http import HttpServer, Limits, RequestError, announce, refuse, run_until_signal
 from ragr1_actors.core.disk.json_files import checked
 from ragr1_actors.core.errors import ConfigError, RetrievalError, shortened
+from ragr1_actors.core.images import data_url
 from retrieval.base import Hits, Passage, Retriever
 from retrieval.local import LocalRetriever
 from retrieval.replicas.batching import PoolArguments, PooledRetriever
@@ -112,7 +113,8 @@ def format_answer(found: Sequence[list[Passage]], *, return_scores: bool) -> byt
 def _document(passage: Passage) -> dict[str, str]:
     title = " ".join(passage.title.splitlines())  # clients read the first line of ``contents`` as the title
     contents = f'"{title}"\n{passage.text}'
-    return {"id": passage.id, "contents": contents, "title": passage.title, "text": passage.text}
+    found = {"id": passage.id, "contents": contents, "title": passage.title, "text": passage.text}
+    return found | ({"image": data_url(passage.image)} if passage.image is not None else {})
 
 
 def _finite(score: float) -> float:

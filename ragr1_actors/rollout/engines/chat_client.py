@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSet
 from ragr1_actors.core.content import Content, images_of
 from ragr1_actors.core.credentials import read_secret, refuse_credentials
 from ragr1_actors.core.errors import ConfigError, EngineError, RetrievalError, ServiceError
+from ragr1_actors.core.images import data_url
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import ChatModel, Message, Sampling
 from ragr1_actors.rollout.engines.base import ENGINES, EngineArguments, load_tokenizer, show_images
@@ -288,8 +288,7 @@ def as_sent(content: Content) -> str | list[dict[str, Any]]:
         if isinstance(part, str):
             sent += [{"type": "text", "text": part}] if part else []
         else:
-            url = f"data:{part.media_type};base64,{b64encode(part.data).decode()}"
-            sent.append({"type": "image_url", "image_url": {"url": url}})
+            sent.append({"type": "image_url", "image_url": {"url": data_url(part)}})
     return sent
 
 

@@ -20,13 +20,15 @@ from pydantic_core import from_json
 from cluster.http import RequestError
 from envs.grammars.calls import END_OF_THOUGHT, ToolSchema
 from envs.grammars.tags import THINK
+from ragr1_actors.core.content import Content, Image, images_of, joined, text_of
 from ragr1_actors.core.disk.json_files import checked
-from ragr1_actors.core.errors import one_line, shortened
+from ragr1_actors.core.errors import DataError, one_line, shortened
+from ragr1_actors.core.images import read_data_url
 from ragr1_actors.core.types import CallRequest, Message
 
 T = TypeVar("T")
-Said = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Message in the form in which histories are compared: role, text, and name and canonical arguments of each call."""
+Said = tuple[str, Content, tuple[tuple[str, str], ...]]
+"""Message in the form in which histories are compared: role, content, and name and canonical arguments of each call."""
 Finish = Literal["stop", "length", "tool_calls"]
 CONTEXT_LENGTH = "context_length_exceeded"
 _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
@@ -62,9 +64,26 @@ def session_has_ended() -> ApiError:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
+class _ImageUrl(BaseModel):
+    url: str
+
+
 class _Part(BaseModel):
     type: str
     text: str = ""
+    image_url: _ImageUrl | None = None
+
+    def read(self, role: str) -> str | Image:
+        """Return the text or the image; raises ``ApiError`` for another type, and if the image cannot be read."""
+        if self.type in ("text", "input_text", "output_text"):
+            return self.text
+        if self.type != "image_url" or self.image_url is None or role == "assistant":
+            got = f"a part of type {shortened(self.type)}" + " of the assistant" * (role == "assistant")
+            raise ApiError(400, f"messages: got {got}, expected text, or an image_url of another role; leave it out")
+        try:
+            return read_data_url(self.image_url.url, "messages: image_url")
+        except DataError as error:
+            raise ApiError(400, str(error)) from None
 
 
 class _Function(BaseModel):
@@ -85,14 +104,18 @@ class _Message(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
-    def text(self) -> str:
-        """Return the content as one text; raises ``ApiError`` if a part of it is not text."""
+    def read(self) -> Content:
+        """Return the content, in which no text follows a text; raises ``ApiError`` for a part that cannot be read."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        for part in self.content:
-            if part.type not in ("text", "input_text", "output_text"):
-                raise ApiError(400, f"messages: got a part of type {shortened(part.type)}, expected text; leave it out")
-        return "".join(part.text for part in self.content)
+        found: list[str | Image] = []
+        for part in (part.read(self.role) for part in self.content):
+            if isinstance(part, str) and found and isinstance(found[-1], str):
+                found[-1] += part
+            elif part:
+                found.append(part)
+        content = tuple(found)
+        return content if images_of(content) else text_of(content)
 
 
 class _StreamOptions(BaseModel):
@@ -166,9 +189,10 @@ def read_request(body: bytes) -> ChatRequest:
         function = tool.get("function")
         if tool.get("type") != "function" or not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise ApiError(400, f'tools: got {shortened(repr(tool))}, expected {{"type": "function", "function": ..}}')
+    read = [(message, message.read()) for message in found.messages]
     return ChatRequest(
-        messages=tuple(_read_message(message) for message in found.messages),
-        said=tuple(_said(message) for message in found.messages),
+        messages=tuple(_read_message(*one) for one in read),
+        said=tuple(_said(*one) for one in read),
         answered_ids=tuple(message.tool_call_id or "" for message in found.messages),
         model=found.model,
         tools=tools,
@@ -202,7 +226,8 @@ def _refuse(given: dict[str, Any], choice: object) -> None:
 def in_front(messages: Sequence[Message]) -> list[Message]:
     """Return a whole conversation with one system message at the front, as chat templates refuse others."""
     num_leading = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
-    leading = "\n\n".join(message.text for message in messages[:num_leading])
+    first, *others = [message.content for message in messages[:num_leading]] or [""]
+    leading = joined(first, *(part for content in others for part in ("\n\n", content)))
     return [Message("system", leading)] * (num_leading > 0) + behind(messages[num_leading:])
 
 
@@ -211,23 +236,22 @@ def behind(messages: Sequence[Message]) -> list[Message]:
     return [replace(message, role="user") if message.role == "system" else message for message in messages]
 
 
-def _read_message(message: _Message) -> Message:
-    content = message.text()
+def _read_message(message: _Message, content: Content) -> Message:
     if message.role == "assistant" and (thought := message.reasoning_content or message.reasoning):
         content = f"{THINK}\n{thought.strip()}\n{END_OF_THOUGHT}\n\n{content}"
     calls = tuple(CallRequest(call.function.name, _arguments(call)) for call in message.tool_calls or ())
     return Message(_ROLES.get(message.role, message.role), content, calls)
 
 
-def _said(message: _Message) -> Said:
+def _said(message: _Message, content: Content) -> Said:
     calls = tuple(CallRequest(call.function.name, _arguments(call)) for call in message.tool_calls or ())
-    return said(_ROLES.get(message.role, message.role), message.text(), calls)
+    return said(_ROLES.get(message.role, message.role), content, calls)
 
 
-def said(role: str, content: str, calls: Sequence[CallRequest] = ()) -> Said:
+def said(role: str, content: Content, calls: Sequence[CallRequest] = ()) -> Said:
     """Return a message as histories are compared: no thoughts, no outer blanks, and canonical arguments."""
     if role == "assistant":
-        content = visible(content)[1]
+        content = visible(text_of(content))[1]
     return role, content, tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
 
 

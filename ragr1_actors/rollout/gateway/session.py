@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from envs.grammars.calls import ToolSchema, unclosed_thought
+from ragr1_actors.core.content import shifted, text_of
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import (
     MALFORMED,
@@ -98,13 +100,15 @@ class _Conversation:
         if self.turn is not None:
             action, calls = self.turn
             results = [
-                (name, text) for name, (role, text, _) in zip(answered_ids, added, strict=True) if role == "tool"
+                (name, text_of(content))
+                for name, (role, content, _) in zip(answered_ids, added, strict=True)
+                if role == "tool"
             ]
             named = {name: text for name, text in results if name in self.call_ids}
             others = iter([text for name, text in results if name not in self.call_ids])
             texts = [named[name] if name in named else next(others, "") for name in self.call_ids]
             answered = [replace(call, result=text) for call, text in zip(calls, texts, strict=True)]
-            reply = "\n".join(text for _, text, _ in added)
+            reply = "\n".join(text_of(content) for _, content, _ in added)
             self.recorder.end_turn(action, (*answered, *self.searched), reply, 0.0)
             self.searched.clear()
             self.turn = None
@@ -309,6 +313,7 @@ def _joined(parts: Sequence[Trajectory]) -> Trajectory:
     first, *others = parts
     if not others:
         return first
+    starts = accumulate((part.num_tokens for part in parts), initial=0)
     return replace(
         first,
         token_ids=np.concatenate([part.token_ids for part in parts]),
@@ -318,4 +323,5 @@ def _joined(parts: Sequence[Trajectory]) -> Trajectory:
         turns=tuple(turn for part in parts for turn in part.turns),
         reward=sum(part.reward for part in parts),
         row_lengths=tuple(row.stop - row.start for part in parts for row in part.rows),
+        images=tuple(one for part, start in zip(parts, starts, strict=False) for one in shifted(part.images, start)),
     )
