@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,12 @@ from view_world import attempt
 from ragr1_actors.core.content import Content, Image, PlacedImage, changed, images_of, joined, text_of
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.images import MAX_BYTES, cropped, decoded, encoded, read_image, size_of
-from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories, write_trajectories
+from ragr1_actors.core.schema import (
+    groups_from_record_batch,
+    groups_to_record_batch,
+    read_trajectories,
+    write_trajectories,
+)
 from ragr1_actors.core.types import Record, TrajectoryGroup
 
 
@@ -125,3 +132,61 @@ def test_files_hold_an_image_once_per_trajectory(tmp_path: Path) -> None:
     again = read_trajectories(path)[0].trajectories[0]
     found += [one.image for one in again.images]
     assert len({id(one) for one in found}) == 2  # the bytes are in memory once, also those of other attempts
+
+
+def as_batches(pages: Sequence[Image | None]) -> list[pa.RecordBatch]:
+    """Attempts of two groups; each has a page among its tokens twice, and as a record."""
+    made = []
+    for number, shown in enumerate(pages):
+        whole = attempt(str(number))
+        call = replace(whole.turns[0].calls[0], records=(Record("p", "Page", "a caption", 0.5, shown),))
+        places = (PlacedImage(shown, 0, 1, 2), PlacedImage(shown, 3, 2, 1)) if shown is not None else ()
+        made.append(replace(whole, turns=(replace(whole.turns[0], calls=(call,)), whole.turns[1]), images=places))
+    groups = [TrajectoryGroup(made[0].task, tuple(part)) for part in (made[:8], made[8:])]
+    return [groups_to_record_batch(groups), *(groups_to_record_batch([group]) for group in groups)]
+
+
+def test_a_batch_grows_with_its_distinct_images_and_not_with_their_uses(tmp_path: Path) -> None:
+    """A batch of 16 attempts in memory, as Ray sends it, in a file, and in a file into which two batches merge."""
+    shown, path = encoded(picture(256, 256)), tmp_path / "t.arrow"
+
+    def sizes(pages: Sequence[Image | None]) -> dict[str, int]:
+        whole, *parts = as_batches(pages)
+        sent: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(whole, protocol=5, buffer_callback=sent.append)
+        found = {"batch": whole.get_total_buffer_size(), "sent": len(head) + sum(len(one.raw()) for one in sent)}
+        for name, batches in (("file", [whole]), ("merged", parts)):
+            write_trajectories(path, batches)
+            found[name] = path.stat().st_size
+        return found
+
+    text, once, shared = (sizes(pages) for pages in ([None] * 16, [shown, *[None] * 15], [shown] * 16))
+    distinct = sizes([encoded(picture(256, 256, seed=seed)) for seed in range(16)])
+    print(
+        f"bytes of a page: {len(shown.data)}; text: {text}; used once: {once}; by all: {shared}; distinct: {distinct}"
+    )
+    for name, size in shared.items():
+        assert once[name] - text[name] == pytest.approx(len(shown.data), rel=0.01)
+        assert size - once[name] < 0.01 * len(shown.data)  # 45 further uses
+        assert distinct[name] - size == pytest.approx(15 * len(shown.data), rel=0.01)
+
+
+def test_rows_that_share_an_image_are_read_alone() -> None:
+    shown, other = encoded(picture()), encoded(picture(seed=1))
+    pages = [shown, other, *[shown] * 14]
+    whole, *_ = as_batches(pages)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, whole.schema) as writer:
+        writer.write_batch(whole.slice(1, 1))
+    moved = pa.ipc.open_stream(sink.getvalue()).read_all().to_batches()[0]
+    plain = pa.list_(pa.struct({"media_type": pa.string(), "data": pa.large_binary()}))  # as other tools write it
+    at = whole.schema.get_field_index("images")
+    other_type = whole.set_column(at, "images", whole.column("images").cast(plain))
+    read = [groups_from_record_batch(batch) for batch in (moved, whole.slice(1), other_type)]
+    rows = [[t for group in groups for t in group.trajectories] for groups in read]
+    assert [[t.images[1].image for t in row] for row in rows] == [[other], pages[1:], pages]
+    assert rows[0][0].turns[0].calls[0].records[0].image is rows[2][1].images[0].image
+    assert rows[0][0].images[0].image.data == other.data
+    lazy = groups_from_record_batch(whole.slice(1, 1), decode_texts=False)[0].trajectories[0]
+    assert lazy.turns == rows[0][0].turns
+    assert len({id(one.image) for row in rows for t in (*row, lazy) for one in t.images}) == 2

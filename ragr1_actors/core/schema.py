@@ -77,7 +77,7 @@ TURN_TYPE = pa.struct(
         "finish_reason": pa.string(),
     }
 )
-IMAGE_TYPE = pa.struct({"media_type": pa.string(), "data": pa.large_binary()})
+IMAGE_TYPE = pa.struct({"media_type": pa.string(), "data": pa.binary_view()})  # the uses of an image share its bytes
 PLACE_TYPE = pa.struct({"image": pa.int32(), "start": pa.int32(), "rows": pa.int32(), "cols": pa.int32()})
 FORMAT = "4"
 """Number of ``TRAJECTORY_SCHEMA`` in the metadata of its files; it changes with the columns."""
@@ -113,7 +113,7 @@ TRAJECTORY_SCHEMA = pa.schema(
         "num_copied_tokens": pa.int32(),
         "row_lengths": pa.list_(pa.int32()),
         "behaviour_logprobs": pa.large_list(pa.float32()),  # null: the engine's log-probs
-        "images": pa.list_(IMAGE_TYPE),  # each once, however often it is used
+        "images": pa.list_(IMAGE_TYPE),  # of a trajectory, each once
         "image_places": pa.list_(PLACE_TYPE),
     },
     metadata={_FORMAT_KEY: FORMAT},
@@ -129,6 +129,8 @@ LEARNED_SCHEMA = pa.schema(
 over the token. Files of trained trajectories have both columns, null for trajectories that were not trained on."""
 WRITTEN_BYTES = 4 << 20
 """Bytes of a record batch in a file, before compression: a reader of one trajectory decompresses its batch."""
+_VIEW = np.dtype("V16")
+"""Item of Arrow's type ``binary_view``: a length, and the place of the bytes."""
 _TOKEN_COLUMNS = ("token_ids", "kinds", "logprobs", "policy_versions")
 # pydantic converts between dataclasses and dicts faster than Python does, and turns lists back into tuples
 _TASK = TypeAdapter(Task)
@@ -143,7 +145,6 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     own = [name for name in TRAJECTORY_SCHEMA.names if name not in ("group", *_SINCE_4)]
     columns = {name: [getattr(t, name) for t in trajectories] for name in own}
     images = [_images_used(t) for t in trajectories]
-    columns["images"] = [[{"media_type": one.media_type, "data": one.data} for one in used] for used in images]
     columns["image_places"] = [_place_fields(t, used) for t, used in zip(trajectories, images, strict=True)]
     columns["group"] = [index for index, group in enumerate(groups) for _ in group.trajectories]
     # warnings: a custom retriever's scores may be numpy's floats, which Arrow takes
@@ -153,6 +154,8 @@ def groups_to_record_batch(groups: Sequence[TrajectoryGroup]) -> pa.RecordBatch:
     arrays = [
         _flat_list(columns[field.name], field.type.value_type)
         if field.name in _TOKEN_COLUMNS
+        else _image_column(images)
+        if field.name == "images"
         else _array(columns[field.name], field.type)
         for field in TRAJECTORY_SCHEMA
     ]
@@ -182,8 +185,7 @@ def groups_from_record_batch(batch: pa.RecordBatch, *, decode_texts: bool = True
     rank reads tokens and rewards, and the texts of passages are most of a batch.
     """
     tokens = {name: _views(batch.column(name)) for name in _TOKEN_COLUMNS}
-    column = batch.column("images")
-    pictures = [_images_of(values) for values in column] if len(column.flatten()) else [[]] * len(column)
+    pictures = _images_of(batch.column("images"))
     eager = [name for name in TRAJECTORY_SCHEMA.names if name not in (*_TOKEN_COLUMNS, "task", "images")]
     others = batch.select([name for name in eager if decode_texts or name not in ("turns", "metrics")]).to_pylist()
     by_group: dict[int, list[Trajectory]] = {}
@@ -230,10 +232,31 @@ def _place_fields(trajectory: Trajectory, used: list[Image]) -> list[dict[str, i
     ]
 
 
-def _images_of(values: pa.ListScalar) -> list[Image]:
-    """Return the images of a row; a process holds those with the same bytes once."""
-    made = (Image(one["data"].as_py(), one["media_type"].as_py()) for one in values)
-    return [_KNOWN_IMAGES.setdefault(one.digest, one) for one in made]
+def _image_column(rows: Sequence[Sequence[Image]]) -> pa.ListArray:
+    """Return the column of the images of each row; each distinct image is in it once, and its uses view its bytes."""
+    uses = [image for row in rows for image in row]
+    numbers = {image: number for number, image in enumerate(dict.fromkeys(uses))}
+    if not numbers:
+        return pa.array(rows, TRAJECTORY_SCHEMA.field("images").type)
+    _, views, *blocks = pa.array([image.data for image in numbers], pa.binary_view()).buffers()
+    shared = np.frombuffer(views, _VIEW)[[numbers[image] for image in uses]]
+    data = pa.Array.from_buffers(pa.binary_view(), len(uses), [None, pa.py_buffer(shared), *blocks])
+    fields = [pa.array([image.media_type for image in uses]), data]
+    offsets = pa.array(np.cumsum([0, *map(len, rows)]), pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(fields, fields=list(IMAGE_TYPE)))
+
+
+def _images_of(column: pa.ListArray) -> list[list[Image]]:
+    """Return the images of each row; a process holds those with the same bytes once."""
+    found = column.flatten()
+    if not len(found):
+        return [[]] * len(column)
+    data = found.field("data").cast(pa.binary_view())  # other tools may have written another type
+    views = np.frombuffer(data.buffers()[1], _VIEW)[data.offset :][: len(data)].tolist()
+    made = {view: Image(**found[at].as_py()) for view, at in {view: at for at, view in enumerate(views)}.items()}
+    images = [_KNOWN_IMAGES.setdefault(made[view].digest, made[view]) for view in views]
+    starts = column.offsets.to_numpy() - column.offsets[0].as_py()
+    return [images[start:end] for start, end in pairwise(starts)]
 
 
 def _turn_fields(turns: tuple[Turn, ...], used: list[Image]) -> list[dict[str, Any]]:
@@ -274,7 +297,7 @@ class _LazyTrajectory(Trajectory):
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
-        images = _images_of(self._batch.column("images")[self._row])
+        (images,) = _images_of(self._batch.column("images").slice(self._row, 1))
         return _turns_of(self._batch.column("turns")[self._row].as_py(), images)
 
     @cached_property
@@ -338,6 +361,8 @@ def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
         numbers.append(groups)
         start = int(groups.max(initial=start - 1)) + 1
     (merged,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
+    images = _image_column(_images_of(merged.column("images")))  # groups may have the same ones
+    merged = merged.set_column(merged.schema.get_field_index("images"), TRAJECTORY_SCHEMA.field("images"), images)
     return merged.set_column(0, TRAJECTORY_SCHEMA.field("group"), pa.array(np.concatenate(numbers), pa.int32()))
 
 
@@ -427,7 +452,7 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
     except DataError:
         raise
     # a flipped bit causes nulls or other columns; a length below 0 raises SystemError
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, SystemError) as error:
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, AttributeError, SystemError) as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}; restore it, or remove it from the run") from error
 
 
