@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ from learners.algorithms.ppo import PPOLearner
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
 from ragr1_actors.core.content import PlacedImage
+from ragr1_actors.core.images import decoded
+from ragr1_actors.core.models import vision
 from ragr1_actors.core.models.vision import FAMILIES, ImageReader, rope_positions
+from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Trajectory, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
@@ -167,6 +172,32 @@ def test_the_tower_runs_once_per_distinct_image_of_a_row(
     assert len(row.images) == 9 and seen == [2]
 
 
+def noted_decodes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list that gets the digest of each image that is decoded for its patches."""
+    made: list[str] = []
+    monkeypatch.setattr(vision, "decoded", lambda image: (made.append(image.digest), decoded(image))[1])
+    return made
+
+
+def test_patches_are_kept_for_their_settings_up_to_a_limit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = page(40, 40, seed=20), page(40, 40, seed=21)
+    made, reader = noted_decodes(monkeypatch), ImageReader(folder)
+    monkeypatch.setattr(vision, "_KEPT", WeakKeyDictionary())
+    monkeypatch.setattr(vision, "KEPT_BYTES", 0)
+    whole, grids = reader.patches([one, other])
+    monkeypatch.setattr(vision, "KEPT_BYTES", whole.nbytes // 2)
+    for _ in range(3):
+        found, same = reader.patches([one, other])
+        assert (found == whole).all() and (same == grids).all()
+    assert made == [image.digest for image in (one, other, one, other, other, other)]
+    shutil.copytree(folder, tmp_path / "smaller")
+    file = tmp_path / "smaller" / "preprocessor_config.json"
+    file.write_text(file.read_text().replace('"longest_edge": 4096', '"longest_edge": 1024'))
+    assert len(ImageReader(tmp_path / "smaller").patches([one])[0]) < len(whole) // 2
+
+
 def test_a_critic_has_the_values_and_gradients_of_its_sequences_one_at_a_time(
     tokenizer: PolicyTokenizer, alone: Alone, folder: Path
 ) -> None:
@@ -196,14 +227,20 @@ def test_a_critic_has_the_values_and_gradients_of_its_sequences_one_at_a_time(
         torch.testing.assert_close(ours.grad / scale, grad / scale, atol=2e-5, rtol=0, msg=name)
 
 
-def test_ppo_learns_from_images(tokenizer: PolicyTokenizer, folder: Path) -> None:
-    learner = PPOLearner(make_config(training={"algorithm": "ppo"}), folder)
+def test_ppo_learns_from_images(tokenizer: PolicyTokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy and critic share what is made of an image: once for all passes of an update."""
+    made = noted_decodes(monkeypatch)
+    settings = {"training": {"algorithm": "ppo", "num_epochs": 2}, "learners": {"micro_batch_tokens": 40}}
+    learner = PPOLearner(make_config(**settings), folder)
     learner.build()
     try:
         before = {name: value.detach().clone() for name, value in learner.critic.module.named_parameters()}
         for seed in range(2):
             members = tuple(replace(one, reward=float(at % 2)) for at, one in enumerate(attempts(tokenizer, seed)))
-            metrics = learner.update([TrajectoryGroup(members[0].task, members)])
+            group = TrajectoryGroup(members[0].task, members)
+            made.clear()
+            metrics = learner.update(groups_from_record_batch(groups_to_record_batch([group]), decode_texts=False))
+            assert made and len(made) == len(set(made)) and learner.num_micro_batches > 20
         after = dict(learner.critic.module.named_parameters())
     finally:
         learner.close()

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +28,12 @@ from ragr1_actors.core.images import decoded, size_of
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Values of ``model_type`` whose images are read."""
+KEPT_BYTES = 2 << 30
+"""Limit of the bytes of patches that a process keeps: a page of 1240 x 1754 pixels has 52 MB."""
 _TOKENS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+_Patches = tuple[NDArray[np.float32], NDArray[np.int64]]
+_KEPT: WeakKeyDictionary[Image, tuple[str, _Patches]] = WeakKeyDictionary()  # with the settings that made them
+_LOCK = Lock()
 
 
 class ImageReader:
@@ -79,12 +86,26 @@ class ImageReader:
             raise ConfigError(f"got an image of {width} x {height} pixels: {error}; crop it") from error
         return rows // factor, cols // factor
 
-    def patches(self, images: Sequence[Image]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return the patches of images, ``[num_patches, size]``, and time, rows and columns of each, ``[n, 3]``."""
-        found = self._processor([decoded(image) for image in images])
-        return np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)
+    def patches(self, images: Sequence[Image]) -> _Patches:
+        """Return the patches of images, ``[num_patches, size]``, and time, rows and columns of each, ``[n, 3]``.
 
-    def blank(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        Those of an image are made once while it lives, for all readers of the same settings, within ``KEPT_BYTES``.
+        """
+        patches, grids = zip(*map(self._patches_of, images), strict=True)
+        return np.concatenate(patches), np.concatenate(grids)
+
+    def _patches_of(self, image: Image) -> _Patches:
+        settings, kept = self._processor.to_json_string(), _KEPT.get(image)
+        if kept is not None and kept[0] == settings:
+            return kept[1]
+        found = self._processor([decoded(image)])
+        made = np.asarray(found["pixel_values"], np.float32), np.asarray(found["image_grid_thw"], np.int64)
+        with _LOCK:
+            if sum(patches.nbytes for _, (patches, _) in _KEPT.values()) + made[0].nbytes <= KEPT_BYTES:
+                _KEPT[image] = settings, made
+        return made
+
+    def blank(self) -> _Patches:
         """Return the patches of a grey image of one placeholder."""
         processor = self._processor
         side = processor.merge_size
