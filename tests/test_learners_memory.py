@@ -26,7 +26,7 @@ from learners.deepspeed.memory import (
     trained_parameters,
 )
 from learners.models.attention import PACKED_ATTENTION
-from learners.models.scoring import PolicyModel
+from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import packed_layout
 from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError
@@ -73,6 +73,9 @@ def test_parameters_of_a_policy_that_reads_images_are_exact(family: str, tmp_pat
     assert maker.shape == shape
     assert shape.vision is not None
     assert shape.vision.num_parameters == sum(p.numel() for p in model.model.visual.parameters())
+    critic = ValueModel(tmp_path, torch.float32, False)
+    trained = trained_parameters(shape, make_config(training={"algorithm": "ppo"}), has_critic=True)
+    assert trained["critic"] == sum(p.numel() for p in critic.parameters())
 
 
 def test_a_vision_tower_takes_memory_and_time() -> None:
