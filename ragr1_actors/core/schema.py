@@ -336,9 +336,12 @@ def write_trajectories(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
     """Write record batches to a compressed Arrow IPC file that pandas, DuckDB and ``read_trajectories`` open.
 
     Neighbours become one batch of about ``WRITTEN_BYTES``: each column of a batch is compressed alone. 32 groups of 8
-    short trajectories take 3 ms and 81 kB as one batch, and 29 ms and 267 kB as 32.
+    short trajectories take 3 ms and 81 kB as one batch, and 29 ms and 267 kB as 32. A file without images has no views,
+    so that all functions of pyarrow take it.
     """
     options = pa.ipc.IpcWriteOptions(compression="zstd")
+    if not any(len(batch.column("images").flatten()) for batch in batches):
+        batches = [_without_views(batch) for batch in batches]
     schema = batches[0].schema if batches else TRAJECTORY_SCHEMA
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as writer:
         waiting: list[pa.RecordBatch] = []
@@ -353,6 +356,13 @@ def write_trajectories(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
             writer.write_batch(_merge(waiting))
 
 
+def _without_views(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch that has no images, with their column in a type that is no view."""
+    image = pa.struct({"media_type": pa.string(), "data": pa.large_binary()})
+    column = pa.array([[]] * batch.num_rows, pa.list_(image))
+    return batch.set_column(batch.schema.get_field_index("images"), "images", column)
+
+
 def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
     """Merge batches into one; the numbers of the groups in each follow the previous batch's."""
     numbers, start = [], 0
@@ -361,8 +371,9 @@ def _merge(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
         numbers.append(groups)
         start = int(groups.max(initial=start - 1)) + 1
     (merged,) = pa.Table.from_batches(batches).combine_chunks().to_batches() or batches[:1]
-    images = _image_column(_images_of(merged.column("images")))  # groups may have the same ones
-    merged = merged.set_column(merged.schema.get_field_index("images"), TRAJECTORY_SCHEMA.field("images"), images)
+    if any(used := _images_of(merged.column("images"))):  # groups may have the same ones
+        at = merged.schema.get_field_index("images")
+        merged = merged.set_column(at, TRAJECTORY_SCHEMA.field("images"), _image_column(used))
     return merged.set_column(0, TRAJECTORY_SCHEMA.field("group"), pa.array(np.concatenate(numbers), pa.int32()))
 
 
