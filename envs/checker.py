@@ -25,8 +25,8 @@ import numpy as np
 from envs.base import EnvContext, TextEnv, check_prompt, check_result, measure, search_options
 from envs.grammars.calls import GRAMMARS
 from envs.grammars.tags import Answer, Malformed, Search, parse_action
+from envs.measures import Reward, RewardContext
 from envs.options import ToolOptions
-from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv, search_call
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
 from envs.tools.base import ToolResult, make_tools

@@ -45,14 +45,12 @@ from learners.deepspeed.deepspeed_engine import (
     shared_loading,
 )
 from learners.losses import TokenLoss, propagate_not_finite
-from learners.meter import Meter
-from learners.models.attention import takes_rows
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
 from learners.models.row_check import check_rows
-from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost
+from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost, takes_rows
 from learners.options import LearnerOptions, read_options
 from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, assign_micro_batches, bundle, pack
-from learners.train_batch import TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
+from learners.train_batch import Meter, TokenColumns, TrainBatch, check_shape, learned_columns, make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.learner_state import TensorPart, Tensors
 from ragr1_actors.core.errors import ConfigError, DataError

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
     from envs.grammars.tags import Answer as Answer
     from envs.grammars.tags import Malformed as Malformed
     from envs.grammars.tags import Search as Search
-    from envs.rewards import RewardContext as RewardContext
-    from envs.rewards import RewardResult as RewardResult
+    from envs.measures import RewardContext as RewardContext
+    from envs.measures import RewardResult as RewardResult
     from envs.search import SearchEnv as SearchEnv
     from envs.sources import TaskSource as TaskSource
     from envs.tasks.curriculum import Curriculum as Curriculum
@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
     from ragr1_actors.core.types import ToolCall as ToolCall
     from ragr1_actors.core.types import Trajectory as Trajectory
     from ragr1_actors.core.types import TrajectoryGroup as TrajectoryGroup
-    from ragr1_actors.rollout.strategy import RolloutStrategy as RolloutStrategy
+    from ragr1_actors.rollout.groups import RolloutStrategy as RolloutStrategy
     from ragr1_actors.training.algorithm import Algorithm as Algorithm
     from ragr1_actors.training.algorithm_config import AlgorithmConfig as AlgorithmConfig
     from retrieval.base import Passage as Passage
@@ -48,9 +48,9 @@ _PUBLIC = {
     "Passage": "retrieval.base",
     "Record": "ragr1_actors.core.types",
     "Retriever": "retrieval.base",
-    "RewardContext": "envs.rewards",
-    "RewardResult": "envs.rewards",
-    "RolloutStrategy": "ragr1_actors.rollout.strategy",
+    "RewardContext": "envs.measures",
+    "RewardResult": "envs.measures",
+    "RolloutStrategy": "ragr1_actors.rollout.groups",
     "Search": "envs.grammars.tags",
     "SearchEnv": "envs.search",
     "StepResult": "envs.base",

@@ -151,7 +151,7 @@ def make_batch(learner: Learner, groups: list[TrajectoryGroup]) -> TrainBatch:
 
 def fill_columns(learner: Learner, batch: TrainBatch) -> TrainBatch:
     """All columns that do not depend on the minibatch."""
-    from learners.meter import Meter
+    from learners.train_batch import Meter
 
     return learner.fill_columns(batch, Meter())
 

@@ -26,7 +26,7 @@ from ragr1_actors.core.types import Record, ToolCall, Turn
 from ragr1_actors.evaluation import asking
 from ragr1_actors.evaluation.asking import Asker
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
-from ragr1_actors.rollout.trajectory_loop import Watch
+from ragr1_actors.rollout.recorder import Watch
 from retrieval.base import Retriever
 
 pytestmark = pytest.mark.engine

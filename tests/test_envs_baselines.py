@@ -9,15 +9,13 @@ from fakes import BrokenRetriever, ByteTokenizer, DictRetriever, environment
 
 from envs.base import EnvContext
 from envs.grammars.tags import Action, Answer, Malformed, read_answer
-from envs.measures import num_queries, num_rounds
+from envs.measures import Reward, RewardContext, num_queries, num_rounds
 from envs.options import Mode
-from envs.rewards import Reward, RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.types import Sampling, StopReason, Task, Trajectory
 from ragr1_actors.evaluation.baselines import DIRECT_PROMPT, RAG_PROMPT, NoRetriever
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Recorder, run_trajectory
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was {passages} Ana Bell born?", ("Riga",), supporting_ids=("p0",))

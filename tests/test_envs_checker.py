@@ -18,14 +18,13 @@ from envs import checker
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.checker import check_env, check_reward, made_up
 from envs.grammars.tags import Action, Malformed
-from envs.rewards import RewardContext, RewardResult
+from envs.measures import RewardContext, RewardResult
 from envs.search import SearchEnv
 from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings
 from ragr1_actors.core.types import Completion, Message, Sampling, Task, TokenKind, ToolCall, Trajectory
-from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.groups import GroupRequest, Play, RolloutStrategy, try_strategy
 from ragr1_actors.rollout.runners.stored_groups import problem_of_arrays
-from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 RESET, STEP = "reset returns the prompt as messages", "step returns a StepResult"

@@ -23,7 +23,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Task
 from ragr1_actors.planning.preflight import check_names, try_curriculum
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.batches import TaskLedger
 
 RNG_SEEDS = st.integers(0, 2**32 - 1)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from envs.checker import check_reward
-from envs.rewards import (
+from envs.measures import (
     Reward,
     RewardContext,
     RewardFn,

@@ -13,7 +13,7 @@ from learners_common import make_groups
 from small_world import invoke
 from typer.testing import CliRunner
 
-from envs.rewards import RewardContext, RewardResult
+from envs.measures import RewardContext, RewardResult
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ServiceError

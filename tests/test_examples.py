@@ -17,8 +17,8 @@ from http_stub import stub_server
 
 from envs.base import EnvContext
 from envs.checker import check_reward, check_source, check_tool
+from envs.measures import Reward, RewardContext
 from envs.options import ToolOptions
-from envs.rewards import Reward, RewardContext
 from envs.sources import TaskSources
 from envs.tasks.task_stats import TaskStats
 from envs.tools.base import make_tools

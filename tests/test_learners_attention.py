@@ -18,11 +18,17 @@ from transformers import AutoModelForCausalLM
 
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.losses import TokenLoss
-from learners.meter import Meter
 from learners.models import attention
-from learners.models.attention import block_attention, flash_attention, takes_rows
-from learners.models.scoring import PolicyModel, TokenOutputs, packed_hidden_states
+from learners.models.scoring import (
+    PolicyModel,
+    TokenOutputs,
+    block_attention,
+    flash_attention,
+    packed_hidden_states,
+    takes_rows,
+)
 from learners.packing import PackedLayout, flatten, pack, packed_layout
+from learners.train_batch import Meter
 
 pytestmark = pytest.mark.engine
 

@@ -31,15 +31,14 @@ from learners.algorithms.sft import SFTLearner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.losses import TokenLoss
-from learners.meter import Meter
-from learners.train_batch import TrainBatch, make_batch
+from learners.train_batch import Meter, TrainBatch, make_batch
 from ragr1_actors.core.errors import ConfigError, DataError, LearnerError
 from ragr1_actors.core.schema import add_learned, groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import Record, StopReason, Task, TokenKind, ToolCall, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.training.batch_metrics import take_histograms
+from ragr1_actors.training.batches import take_histograms
 
 pytestmark = pytest.mark.engine
 

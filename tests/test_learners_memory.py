@@ -25,8 +25,7 @@ from learners.deepspeed.memory import (
     rank_memory,
     trained_parameters,
 )
-from learners.models.attention import PACKED_ATTENTION
-from learners.models.scoring import PolicyModel, ValueModel
+from learners.models.scoring import PACKED_ATTENTION, PolicyModel, ValueModel
 from learners.packing import packed_layout
 from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError

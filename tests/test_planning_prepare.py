@@ -23,7 +23,7 @@ from ragr1_actors.evaluation.evaluate import evaluation_tasks
 from ragr1_actors.planning.prepare import draw_demonstrations, learnable, prepare, prepare_index, split_tasks
 from ragr1_actors.planning.tiny_policy import train_tokenizer
 from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets
-from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.batches import TaskLedger
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from fakes import ByteTokenizer, DictRetriever
 
-from envs.rewards import RewardContext
+from envs.measures import RewardContext
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES
 from ragr1_actors.core.types import Task, TokenKind, Trajectory

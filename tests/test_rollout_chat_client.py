@@ -13,7 +13,7 @@ from fakes import ByteTokenizer, OnePassage
 from http_stub import always, free_port, served, stub_server
 from recorded_run import record
 
-from envs.rewards import RewardContext
+from envs.measures import RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError

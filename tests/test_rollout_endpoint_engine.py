@@ -39,8 +39,7 @@ from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer, whole_turn
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Fork, Recorder, run_trajectory
 from retrieval.base import Passage
 
 ANA = Passage("p0", "Ana Bell", "Ana Bell was born in Riga.", 0.9)

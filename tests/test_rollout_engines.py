@@ -33,10 +33,9 @@ from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling,
 from ragr1_actors.planning.tiny_policy import PROTOCOL_TAGS, make_tiny_policy
 from ragr1_actors.rollout.engines import decoding
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine, load_tokenizer
-from ragr1_actors.rollout.engines.decoding import TurnText, sample, uniform
-from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.engines.decoding import sample, uniform
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine, TurnText
+from ragr1_actors.rollout.recorder import EnvAttempt, Recorder, run_trajectory
 from retrieval.base import Passage
 
 TEXTS = [" Ana Bell was born in 1931 in Riga. <search> Ana Bell</search>", " Bo Cole: x, y\n 1950 and more words here"]

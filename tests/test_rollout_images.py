@@ -25,8 +25,7 @@ from ragr1_actors.rollout.engines.chat_client import as_sent, open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointEngine, EndpointTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Reading, Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Fork, Reading, Recorder, run_trajectory
 
 PAGE, OTHER = page(), page(40, 8, seed=1)
 TASK = Task("t/0", "What <|image_pad|>?", ("Riga",))

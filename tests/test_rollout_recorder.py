@@ -22,8 +22,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.recorder import Reading, Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Reading, Recorder, run_trajectory
 
 TASK = Task("t/0", "Where?", ("Riga",))
 TOKENIZER = ByteTokenizer()

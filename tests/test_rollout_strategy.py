@@ -15,7 +15,7 @@ from fakes import ByteTokenizer, OnePassage
 from pydantic import Field
 
 from envs.base import EnvContext, StepResult
-from envs.rewards import RewardContext, RewardResult, Split
+from envs.measures import RewardContext, RewardResult, Split
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
@@ -25,8 +25,7 @@ from ragr1_actors.core.types import Completion, Message, StopReason, Task, Token
 from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.groups import GroupRequest, summarize
-from ragr1_actors.rollout.strategy import Play, RolloutStrategy, try_strategy
+from ragr1_actors.rollout.groups import GroupRequest, Play, RolloutStrategy, summarize, try_strategy
 
 HERE = __name__
 TASK = Task("t", "Where?", ("Riga",))

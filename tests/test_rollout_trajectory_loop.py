@@ -10,8 +10,7 @@ from fakes import BrokenRetriever, ByteTokenizer, DictRetriever
 
 from benchmarks.rollout.fleet import PacedScripts
 from envs.base import EnvContext, StepResult, TextEnv
-from envs.measures import num_queries, num_rounds
-from envs.rewards import Reward, RewardContext
+from envs.measures import Reward, RewardContext, num_queries, num_rounds
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import (
@@ -27,8 +26,7 @@ from ragr1_actors.core.types import (
     Trajectory,
 )
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.recorder import Recorder, turn_seed
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Recorder, run_trajectory, turn_seed
 from retrieval.base import Passage, Retriever
 
 TASK = Task("t/0", "Where was Ana Bell born?", ("Riga",))

@@ -22,7 +22,7 @@ from ragr1_actors.runs.run_directory import (
 )
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.batches import TaskLedger
 
 CONFIG = AlgorithmConfig().sft(num_steps=300).freeze()
 

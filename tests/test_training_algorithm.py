@@ -30,7 +30,7 @@ from small_world import (
 )
 
 from envs.base import ENVS, EnvContext
-from envs.rewards import RewardContext
+from envs.measures import RewardContext
 from envs.search import SearchEnv
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import EnvironmentSettings, PolicySettings, RunConfig
@@ -52,7 +52,7 @@ from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
-from ragr1_actors.training.batch_metrics import rollout_metrics
+from ragr1_actors.training.batches import rollout_metrics
 from ragr1_actors.training.training_run import TrainingRun
 
 

@@ -21,9 +21,7 @@ from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.types import FailedTask, Failure, StopReason, Task, TrajectoryGroup
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, summarize
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from ragr1_actors.training.batch_metrics import mean_lag
-from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector
-from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.batches import HOPELESS_TASKS, MAX_OUTAGES, BatchCollector, TaskLedger, mean_lag
 
 BATCH = 4
 TASK = Task("t", "?", ("a",))

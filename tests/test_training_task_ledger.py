@@ -19,7 +19,7 @@ from ragr1_actors.core.errors import ConfigError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.runs.checkpoint import TaskLedgerState
-from ragr1_actors.training.task_ledger import TaskLedger
+from ragr1_actors.training.batches import TaskLedger
 
 TASKS = [Task(f"t/{index}", f"q{index}", ("a",)) for index in range(7)]
 

@@ -40,8 +40,7 @@ import torch
 from benchmarks.learner.shapes import SERVED, SHAPES, SMALL, policy_of, write_policy
 from benchmarks.measurement import HIGHER, Goal, Measurement, Sample, choose, log, measure, quotient
 from learners.deepspeed.memory import pass_parts
-from learners.models.attention import block_attention, flash_attention
-from learners.models.scoring import PolicyModel
+from learners.models.scoring import PolicyModel, block_attention, flash_attention
 from learners.packing import MicroBatch, packed_layout
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.types import Completion, Sampling

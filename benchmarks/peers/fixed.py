@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from envs.base import EnvContext
 from envs.grammars.tags import Action, Answer, Search
-from envs.rewards import RewardContext
+from envs.measures import RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import FinishReason, Message, Task, Trajectory

@@ -25,7 +25,7 @@ from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
 from ragr1_actors.runs.storage.layout import SFT_POLICY
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics
-from ragr1_actors.training.batch_metrics import rollout_samples, take_histograms
+from ragr1_actors.training.batches import rollout_samples, take_histograms
 
 RUN = ["training.num_iterations=13", "evaluation.num_tasks=1"]
 RUN_QUICK = ["sft.num_steps=1", "sft.num_demonstrations=8", "training.num_iterations=3", "evaluation.num_tasks=1"]

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from learners.advantages import generalized_advantages, whiten
-from learners.algorithms.policy_gradient import PolicyGradientLearner
+from learners.algorithms.grpo import PolicyGradientLearner
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule
 from learners.losses import clipped_value_loss
-from learners.meter import Meter
 from learners.models.scoring import ValueModel
 from learners.options import LearnerOptions, PPOOptions
-from learners.train_batch import TrainBatch
+from learners.train_batch import Meter, TrainBatch
 
 
 class PPOLearner(PolicyGradientLearner):

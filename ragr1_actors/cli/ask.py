@@ -46,7 +46,7 @@ def ask(
         print_error(f"note: {note}", "yellow")
     with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.evaluation.asking import Asker, answer_as_json
-        from ragr1_actors.rollout.trajectory_loop import Watch
+        from ragr1_actors.rollout.recorder import Watch
 
     with loading_policy():
         asker = Asker(run)

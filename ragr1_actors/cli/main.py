@@ -354,7 +354,7 @@ def check(
     from envs.checker import check_reward, check_source, check_tool
     from ragr1_actors.planning.agent_trial import try_agent
     from ragr1_actors.planning.preflight import check_curriculum, check_strategy, try_curriculum
-    from ragr1_actors.rollout.strategy import try_strategy
+    from ragr1_actors.rollout.groups import try_strategy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     if kind != "agent" and ("=" in name or name.startswith("{")):

@@ -21,7 +21,7 @@ from ragr1_actors.planning.gpus import check_gpus
 from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.trajectory_loop import Watch
+from ragr1_actors.rollout.recorder import Watch
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory
 from retrieval.base import Page, PageRetriever, Passage, Retriever, needs_index
 from retrieval.local import named_index, open_retriever, retriever_class

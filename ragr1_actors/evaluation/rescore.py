@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.rewards import Reward, RewardContext, Split
+from envs.measures import Reward, RewardContext, Split
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import WRITING, write_folder
 from ragr1_actors.core.errors import DataError, ServiceError

@@ -55,8 +55,7 @@ from ragr1_actors.rollout.gateway.messages import (
 from ragr1_actors.rollout.gateway.server import MAX_BODY_BYTES, answer_chat, models
 from ragr1_actors.rollout.gateway.session import Session
 from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Recorder
-from ragr1_actors.rollout.trajectory_loop import EnvAttempt
+from ragr1_actors.rollout.recorder import EnvAttempt, Recorder
 
 logger = logging.getLogger(__name__)
 

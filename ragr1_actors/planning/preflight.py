@@ -16,9 +16,8 @@ import numpy as np
 from cluster.storage import is_uri, without_secrets
 from envs.base import ENVS, TextEnv, read_options
 from envs.checker import Check, problem_of, stand_in_context
-from envs.measures import MEASURES
+from envs.measures import MEASURES, REWARDS, Reward
 from envs.options import ToolOptions
-from envs.rewards import REWARDS, Reward
 from envs.sources import SOURCES, TaskSources, TeacherSource, is_source
 from envs.tasks.curriculum import CURRICULA, Curriculum, all_skipped, checked_order, checked_skip, make_curriculum
 from envs.tasks.task_stats import Stats, TaskStats
@@ -47,7 +46,7 @@ from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.gateway.agents import check_agent
-from ragr1_actors.rollout.strategy import STRATEGIES, RolloutStrategy, make_strategy
+from ragr1_actors.rollout.groups import STRATEGIES, RolloutStrategy, make_strategy
 from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
 from retrieval.local import named_index, retriever_class
 

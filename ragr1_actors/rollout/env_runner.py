@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.base import ENVS, EnvContext, TextEnv
-from envs.rewards import Reward
+from envs.measures import Reward
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node
@@ -24,7 +24,15 @@ from ragr1_actors.core.errors import EngineDeadError
 from ragr1_actors.core.models.model_files import check_files
 from ragr1_actors.core.resolve import load_object, raised_at
 from ragr1_actors.core.section import Section
-from ragr1_actors.core.types import Completion, GenerateFn, OnText, Sampling, StopReason, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import (
+    Completion,
+    GenerateFn,
+    OnText,
+    Sampling,
+    StopReason,
+    Trajectory,
+    TrajectoryGroup,
+)
 from ragr1_actors.rollout.chat_format import TagsFormat, Tokenizer, chat_format_of
 from ragr1_actors.rollout.engines.base import (
     ENGINES,
@@ -38,10 +46,8 @@ from ragr1_actors.rollout.engines.base import (
 from ragr1_actors.rollout.engines.chat_client import open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.gateway.attempt import AgentAttempts
-from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.recorder import Fork, Recorder
-from ragr1_actors.rollout.strategy import Independent, checked_sample, make_strategy
-from ragr1_actors.rollout.trajectory_loop import Attempt, EnvAttempt, Watch, run_trajectory
+from ragr1_actors.rollout.groups import GroupRequest, Independent, checked_sample, make_strategy
+from ragr1_actors.rollout.recorder import Attempt, EnvAttempt, Fork, Recorder, Watch, run_trajectory
 from retrieval.base import AskingRetriever, PacedRetriever, Retriever
 
 

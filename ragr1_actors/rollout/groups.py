@@ -1,16 +1,42 @@
-"""Groups of trajectories: requests to env runners, and the results for the driver.
+"""Groups: the request for a group, the strategy that chooses its attempts, and its result for the driver.
 
-A ``GroupRequest`` goes to a runner; a ``GroupSummary`` and a reference to the tokens come back as a ``FinishedGroup``.
+A ``GroupRequest`` goes to a runner, whose ``RolloutStrategy`` plays it; independent attempts are one strategy. A
+``GroupSummary`` and a reference to the tokens come back as a ``FinishedGroup``::
+
+    class Hinted(RolloutStrategy):                            # env_runners.strategy: my_module:Hinted
+        async def sample(self, request, play):
+            plain = [await play(index) for index in range(4)]
+            wrong = [one for one in plain if not one.reward]
+            again = [play(4 + n, fork=(one, len(one.turns) - 1, "<think> Look at it in another way:"))
+                     for n, one in enumerate(wrong)]
+            return plain + list(await asyncio.gather(*again))
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+from abc import ABC, abstractmethod
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from inspect import isawaitable
+from numbers import Real
+from typing import Any, ClassVar, Protocol
 
-from envs.rewards import RewardContext
-from ragr1_actors.core.types import Failure, StopReason, Task, TokenKind, TrajectoryGroup
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.checker import Check, awaited_problem_of, made_up
+from envs.measures import RewardContext
+from ragr1_actors.core.config import EnvRunnerSettings
+from ragr1_actors.core.errors import ConfigError, shortened
+from ragr1_actors.core.process.users_code import contained
+from ragr1_actors.core.resolve import make_part, named
+from ragr1_actors.core.section import Section
+from ragr1_actors.core.types import Failure, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.rollout.recorder import Fork, can_fork, check_fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +139,170 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
         },
         num_sampled_tokens=sum(t.num_model_tokens - t.num_copied_tokens for t in group.trajectories),
     )
+
+
+KEY = "env_runners.strategy"
+_ROUNDING = 1e-3
+"""Amount by which a log-prob may be above 0."""
+
+
+class Play(Protocol):
+    """Makes one attempt of the group."""
+
+    async def __call__(self, index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        """Return the trajectory ``index`` of the group, which has ended, in any way.
+
+        ``variant`` reaches the environment as ``EnvContext.variant``, and is recorded. A ``fork`` begins as its parent:
+        the environment acts on the parent's turns again, the tokens are copied, and the text is INJECTED.
+        """
+
+
+class RolloutStrategy(ABC):
+    """Chooses the attempts of a group; one instance serves all groups of an env runner."""
+
+    options_class: ClassVar[type[Section] | None] = None
+    """Class that reads ``env_runners.strategy_options``. None: the constructor gets the mapping unchanged."""
+
+    def __init__(self, options: Any) -> None:
+        """Keep the options."""
+        self.options = options
+
+    @abstractmethod
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        """Return the group's trajectories, each from a ``play``; ``request.num_trajectories`` is the requested number.
+
+        It is called for groups that are trained; an evaluation or a demonstration is one plain attempt.
+        """
+
+
+class Independent(RolloutStrategy):
+    """Independent attempts, at the same time."""
+
+    options_class = Section
+
+    async def sample(self, request: GroupRequest, play: Play) -> list[Trajectory]:
+        """Play each index once."""
+        return list(await asyncio.gather(*(play(index) for index in range(request.num_trajectories))))
+
+
+STRATEGIES: dict[str, type[RolloutStrategy] | str] = {"independent": Independent}
+"""Known values of ``env_runners.strategy``; any other is ``my_module:MyStrategy``."""
+
+
+def make_strategy(settings: EnvRunnerSettings) -> RolloutStrategy:
+    """Make the strategy that a recipe names; ``ConfigError`` if it is unknown, or its options do not fit."""
+    return make_part(KEY, settings.strategy, STRATEGIES, settings.strategy_options)
+
+
+async def try_strategy(strategy: RolloutStrategy) -> list[Check]:
+    """Let a strategy sample groups of 4 and of 1 over made-up attempts, of which every other one is right."""
+
+    async def play(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        if fork is not None:
+            check_fork(*fork[:2])
+        found = made_up("Riga" if index % 2 else "Oslo", index)
+        return replace(found, reward=float(index % 2), variant=variant, parent=fork[0].trajectory_id if fork else "")
+
+    checks = []
+    for count in (4, 1):
+        request = GroupRequest("check/0", made_up("").task, count, 1.0, context=RewardContext("train"))
+        problem = await awaited_problem_of(partial(checked_sample, strategy, request, play), strategy.sample)
+        checks.append(Check(f"sample returns trajectories where {count} are asked for", problem))
+    return checks
+
+
+async def checked_sample(strategy: RolloutStrategy, request: GroupRequest, play: Play) -> list[Trajectory]:
+    """Return the result of ``sample`` after checks.
+
+    Raises:
+        ConfigError: it is not a list of trajectories, is empty, has a trajectory twice or one that was not played here,
+            or numbers that cannot be trained on; or ``play`` is called with other arguments.
+    """
+    played: dict[str, Trajectory] = {}
+    order: list[str] = []
+
+    async def noted(index: int, *, variant: str = "", fork: Fork | None = None) -> Trajectory:
+        _check_play(index, variant, fork)
+        if fork is not None:
+            _check_parent(index, fork[0], played)
+        name = request.trajectory_id(index)
+        if name in order:
+            raise ConfigError(f"play({index}) was called twice in one group; take another index")
+        order.append(name)
+        found = await play(index, variant=variant, fork=fork)
+        if fork is not None and not can_fork(*fork[:2]):
+            found = replace(found, error=f"{found.error}; {named(strategy.sample)} asked for it")
+        played[name] = found
+        return found
+
+    sampling: Any = strategy.sample(request, noted)
+    if not isawaitable(sampling):
+        raise ConfigError(f"{named(strategy.sample)} is plain, expected async def")
+    returned: object = await contained(sampling)
+    if not isinstance(returned, list) or not all(isinstance(one, Trajectory) for one in returned):
+        got = shortened(repr(returned))
+        raise ConfigError(f"{named(strategy.sample)} returned {got}, expected a list of trajectories")
+    ids = [one.trajectory_id for one in returned]
+    if not ids or len(set(ids)) < len(ids) or not played.keys() >= set(ids):
+        expected = f"at least one of {order}, each once"
+        raise ConfigError(f"{named(strategy.sample)} returned the trajectories {ids}, expected {expected}")
+    for one in returned:
+        as_played = played[one.trajectory_id]
+        if one is not as_played and (problem := _problem(one, as_played)):
+            raise ConfigError(f"{named(strategy.sample)} returned {one.trajectory_id} with {problem}")
+    return returned
+
+
+def _check_parent(index: int, parent: Trajectory, played: Mapping[str, Trajectory]) -> None:
+    as_played = played.get(parent.trajectory_id)
+    problem = "which was not played" if as_played is None else ""
+    if as_played is not None and as_played is not parent and (changed := _problem(parent, as_played)):
+        problem = f"with {changed}"
+    if problem:
+        expected = "a trajectory that play returned for this group"
+        raise ConfigError(f"play({index}) got a fork of {parent.trajectory_id}, {problem}; expected {expected}")
+
+
+_CHANGEABLE = ("reward", "turns", "behaviour_logprobs", "metrics", "variant")
+"""Fields of a trajectory that a strategy may change; in its turns only the reward."""
+
+
+def _problem(changed: Trajectory, played: Trajectory) -> str:
+    """Return what is wrong with a strategy's changes to a trajectory that it played; empty if nothing is."""
+    for name in (one.name for one in fields(Trajectory) if one.name not in _CHANGEABLE):
+        now, before = (getattr(one, name) for one in (changed, played))
+        if not (np.array_equal(now, before) if isinstance(before, np.ndarray) else now == before):
+            return f"other {name} than were sampled; change {', '.join(_CHANGEABLE)} only"
+    rewards = (changed.reward, *(turn.reward for turn in changed.turns))
+    if not all(isinstance(value, Real) and math.isfinite(value) for value in rewards):
+        return f"the reward {changed.reward} and {rewards[1:]} of its turns, expected finite numbers"
+    own = (replace(turn, reward=turn_now.reward) for turn, turn_now in zip(played.turns, changed.turns, strict=False))
+    if len(changed.turns) != len(played.turns) or changed.turns != tuple(own):
+        return "other turns than were sampled; change their rewards only"
+    if bad := [name for name, value in changed.metrics.items() if not isinstance(value, Real) or math.isnan(value)]:
+        return f"the metric {bad[0]} of {changed.metrics[bad[0]]!r}, expected a number"
+    acted = changed.behaviour_logprobs
+    if acted is not None and (np.shape(acted) != changed.token_ids.shape or not _are_logprobs(acted)):
+        return (
+            f"behaviour_logprobs of the shape {np.shape(acted)}, expected finite ones up to 0, or NaN where the policy "
+            f"that acted is not known, for each of {changed.num_tokens} tokens"
+        )
+    return ""
+
+
+def _are_logprobs(values: NDArray[np.float32]) -> bool:
+    known = values[~np.isnan(values)]
+    return bool(np.isfinite(known).all() and (known <= _ROUNDING).all())
+
+
+def _check_play(index: object, variant: object, fork: object) -> None:
+    if not isinstance(index, int) or index < 0:
+        raise ConfigError(f"play got the index {index!r}, expected a whole number from 0")
+    if not isinstance(variant, str):
+        raise ConfigError(f"play({index}) got variant={shortened(repr(variant))}, expected text")
+    if fork is None:
+        return
+    match fork:
+        case (Trajectory(), int(), str()):
+            return
+    raise ConfigError(f"play({index}) got fork={shortened(repr(fork))}, expected (parent, number of turns, text)")

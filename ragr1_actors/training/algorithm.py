@@ -84,7 +84,8 @@ from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.metrics import as_markdown
 from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
-from ragr1_actors.training.batch_metrics import (
+from ragr1_actors.training.batches import (
+    BatchCollector,
     Histograms,
     Samples,
     mean_lag,
@@ -92,7 +93,6 @@ from ragr1_actors.training.batch_metrics import (
     rollout_samples,
     take_histograms,
 )
-from ragr1_actors.training.batches import BatchCollector
 from ragr1_actors.training.fleet_controller import TICK_S, FleetController
 
 if TYPE_CHECKING:  # imports torch

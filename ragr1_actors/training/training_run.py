@@ -50,7 +50,7 @@ from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, Gap, MetricsLogger
 from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, Examples, HeldBlock
-from ragr1_actors.training.batch_metrics import Histograms, Samples
+from ragr1_actors.training.batches import Histograms, Samples
 from ragr1_actors.training.guard import Guard
 
 SFT_CHECKPOINT_STEPS = 100

@@ -30,8 +30,7 @@ from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.telemetry.bottleneck import Load, Verdict, find_bottleneck
-from ragr1_actors.training.batch_metrics import mean_lag, rollout_metrics
-from ragr1_actors.training.batches import BatchCollector
+from ragr1_actors.training.batches import BatchCollector, mean_lag, rollout_metrics
 from ragr1_actors.training.fleet_controller import (
     TICK_S,
     Controlled,

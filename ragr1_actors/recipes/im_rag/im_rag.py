@@ -21,8 +21,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from envs.measures import searches
-from envs.rewards import RewardContext, RewardResult
+from envs.measures import RewardContext, RewardResult, searches
 from envs.search import SearchEnv
 from ragr1_actors.core.types import Trajectory
 from ragr1_actors.recipes.worlds.evidence import evidence_in, recall

@@ -37,8 +37,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Message, Record, TrajectoryGroup
 from ragr1_actors.recipes.worlds.evidence import evidence_in, recall
-from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.strategy import Play
+from ragr1_actors.rollout.groups import GroupRequest, Play
 
 
 class PromptOptions(Section):

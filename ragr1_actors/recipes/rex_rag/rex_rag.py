@@ -41,8 +41,7 @@ from ragr1_actors import RolloutStrategy, StopReason, TokenKind, Trajectory
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
-from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.strategy import Play
+from ragr1_actors.rollout.groups import GroupRequest, Play
 
 MOMENTUM = 0.1  # weight of a batch in r, alpha of the published code
 

@@ -24,15 +24,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from envs.base import StepResult
-from envs.measures import exact_match, num_queries, token_f1
-from envs.rewards import RewardContext
+from envs.measures import RewardContext, exact_match, num_queries, token_f1
 from envs.search import LAST_TURN_NOTICE, SearchEnv, search_prompt
 from envs.tasks.curriculum import Shuffle
 from envs.tasks.task_stats import Stats
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import MALFORMED, ChatModel, Message, Sampling, StopReason, Task, Trajectory
-from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.strategy import Play, RolloutStrategy
+from ragr1_actors.rollout.groups import GroupRequest, Play, RolloutStrategy
 from retrieval.base import Passage
 from retrieval.local import inner_retriever
 

@@ -11,8 +11,8 @@ trajectory computes only the tokens that are not cached yet.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,86 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, as_weight, in_parts
 from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
-from ragr1_actors.rollout.engines.decoding import RowCache, Session, TurnText, sample, uniform
+from ragr1_actors.rollout.engines.decoding import RowCache, sample, uniform
 from ragr1_actors.rollout.engines.grouped_attention import GROUPED_ATTENTION
 
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TurnText:
+    """Text of a turn while its tokens are sampled. Each token is decoded at most a few times.
+
+    Tokens are decoded together with the last piece of text, since a tokenizer may write a token differently at the
+    start of a text. A character of several tokens appears with its last token. The text only grows, and is always a
+    prefix of the decoded turn.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Start a turn."""
+        self.text = ""
+        self._decode = decode
+        self._start = 0  # index of the first token of the last piece
+        self._end = 0  # number of tokens that are in the text
+        self._num_known = 0  # characters of the tokens from start to end
+        self._next_try = 0  # number of tokens at which to decode again
+
+    def grow(self, token_ids: Sequence[int]) -> bool:
+        """Take the turn's tokens so far; return whether the text has grown."""
+        if len(token_ids) < self._next_try:
+            return False
+        recent = self._decode(token_ids[self._start :])
+        if recent.endswith("\ufffd") or len(recent) <= self._num_known:
+            # the start of a character, or a special token; with more of them, the next try comes after more tokens
+            self._next_try = len(token_ids) + 1 + (len(token_ids) - self._end) // 8
+            return False
+        self.text += recent[self._num_known :]
+        self._start, self._end = self._end, len(token_ids)
+        self._num_known = len(self._decode(token_ids[self._start :]))
+        return True
+
+
+@dataclass(slots=True)
+class Session:
+    """Trajectory in the engine, from its first turn until it is released."""
+
+    request_id: str
+    row: int
+    """Row of the cache; -1 without one."""
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """Number of tokens whose keys and values are in the cache."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(0))
+    num_prompt: int = 0
+    images: Sequence[PlacedImage] = ()
+    """Images among the tokens."""
+    shown: Sequence[PlacedImage] = ()
+    """Images for the next turn."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    future: asyncio.Future[Completion] | None = None
+    """Result of the turn that is being generated."""
+    on_text: OnText | None = None
+    turn_text: TurnText | None = None
+    """Text of the turn; None without ``on_text``."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of the sampling; a request without one gets a seed from its id."""
+        seed = self.sampling.seed
+        return (hash(self.request_id) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF
+
+    def report_text(self) -> None:
+        """Call ``on_text`` with the turn's text so far, if it has grown."""
+        if self.on_text is None or self.turn_text is None or self.future is None or self.future.done():
+            return
+        try:
+            if self.turn_text.grow(self.tokens[self.num_prompt :]):
+                self.on_text(self.turn_text.text)
+        except Exception as error:  # the caller's code: it ends its request and no other
+            self.future.set_exception(error)
+            self.future = None
 
 
 class TransformersEngine:

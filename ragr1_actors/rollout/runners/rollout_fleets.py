@@ -17,7 +17,7 @@ from typing import Any, Self
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
 from envs.base import search_options
-from envs.rewards import RewardContext
+from envs.measures import RewardContext
 from envs.tasks.demonstrations import as_message
 from envs.tools.base import check_headings
 from ragr1_actors.core.config import RunConfig, SamplerConfig
