@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.losses import TokenLoss
-from learners.models import attention
+from learners.models import scoring
 from learners.models.scoring import (
     PolicyModel,
     TokenOutputs,
@@ -221,7 +221,7 @@ def test_flash_attention_asks_for_what_the_blocks_compute(
     torch.manual_seed(0)
     num_tokens = layout.num_tokens if layout.shared is None else len(layout.shared.origin)
     query, key, value = (torch.randn(num_tokens, heads, 8) for heads in (4, kv_heads, kv_heads))
-    monkeypatch.setattr(attention, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(scoring, "varlen_attn", plain_varlen)
     for scaling, window in ((None, None), (0.5, None), (None, 1), (None, 3), (0.5, 50)):
         flash = flash_attention(query, key, value, layout, scaling, window)
         torch.testing.assert_close(flash, block_attention(query, key, value, layout, scaling, window))
@@ -240,10 +240,10 @@ def test_torchs_kernel_takes_what_flash_attention_gives_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_cpu_never_asks_for_the_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "varlen_attn", None)
+    monkeypatch.setattr(scoring, "varlen_attn", None)
     row = torch.randn(1, 4, 11, 8, dtype=dtype)
     module = torch.nn.Identity()
-    output, _ = attention.packed_attention(module, row, row, row, None, packing=packed_layout([5, 4, 2]))
+    output, _ = scoring.packed_attention(module, row, row, row, None, packing=packed_layout([5, 4, 2]))
     assert output.shape == (1, 11, 4, 8)
 
 
