@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from ragr1_actors.core.errors import UserError, one_line
-from ragr1_actors.runs.starts import this_start
+from ragr1_actors.runs.run_directory import this_start
 
 
 def run_script(main: Callable[..., None], **arguments: str | None) -> None:

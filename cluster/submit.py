@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 from ragr1_actors.core.credentials import refuse_credentials
-from ragr1_actors.core.errors import ConfigError, DataError, UserError, one_line
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import ConfigError, DataError, UserError, advised, one_line
 
 if TYPE_CHECKING:  # importing Ray takes a second
     from requests import Response

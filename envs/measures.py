@@ -40,16 +40,17 @@ from ragr1_actors.core.types import ChatModel, ToolCall, Trajectory
 from retrieval.base import RETRIEVE, SEARCH
 
 Measure = Callable[[Trajectory], float]
+Normalize = Callable[[str], str]
 _WHOLE_ANSWERS = {"yes", "no", "noanswer"}
 
 
-def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
+def exact_match(answer: str, golden_answers: Sequence[str], normalize: Normalize = normalize_answer) -> float:
     """Return 1.0 if there is an answer that, normalised, equals a normalised gold answer, else 0.0."""
-    prediction = normalize_answer(answer)
-    return float(bool(answer.strip()) and any(prediction == normalize_answer(gold) for gold in golden_answers))
+    prediction = normalize(answer)
+    return float(bool(answer.strip()) and any(prediction == normalize(gold) for gold in golden_answers))
 
 
-def token_f1(answer: str, golden_answers: Sequence[str], normalize: Callable[[str], str] = normalize_answer) -> float:
+def token_f1(answer: str, golden_answers: Sequence[str], normalize: Normalize = normalize_answer) -> float:
     """Return the F1 of HotpotQA's official script in [0, 1], for the closest gold answer.
 
     It is SQuAD's harmonic mean of token precision and recall, but an answer or gold answer yes, no or noanswer counts

@@ -33,6 +33,7 @@ from envs.options import SearchOptions
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.content import joined
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.process.driver_loop import note_error
 from ragr1_actors.core.resolve import named
 from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall
 from retrieval.base import SEARCH, Hits, Passage, Retriever
@@ -303,7 +304,7 @@ class TurnSearches:
     def _begin(self, queries: list[str]) -> None:
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._search(queries, loop.time()))
-        task.add_done_callback(_note_failure)
+        task.add_done_callback(note_error)
         self._tasks |= dict.fromkeys(queries, task)
 
     async def _search(self, queries: list[str], asked_at: float) -> dict[str, SearchResult]:
@@ -313,9 +314,3 @@ class TurnSearches:
             query: SearchResult(passages, found_at - asked_at, found_at)
             for query, passages in zip(queries, results, strict=True)
         }
-
-
-def _note_failure(task: asyncio.Task[dict[str, SearchResult]]) -> None:
-    """Retrieve the exception of a search whose result is not needed, so that asyncio does not report it."""
-    if not task.cancelled():
-        task.exception()

@@ -29,10 +29,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, field_validator
 
 from envs.base import reads_calls, search_options
-from envs.tasks.demonstrations import DEFAULT_MIXTURE, Demonstrator, Habit, evidence_demonstration
+from envs.tasks.demonstrations import DEFAULT_MIXTURE, Demonstrator, Habit, evidence_demonstration, load_demonstrations
 from envs.tasks.files import LoadedTasks, load_tasks
 from envs.tasks.paths import NamedTasks, shown, task_files
-from envs.tasks.teacher import load_demonstrations
 from envs.tasks.world import CATEGORY_SHARES, World, make_world
 from ragr1_actors.core.config import EnvironmentSettings, SourceSettings, TaskNames
 from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest, one_line, shortened
@@ -176,7 +175,7 @@ class FileSource(TaskSource):
 
 
 class TeacherSource(TaskSource):
-    """File with a teacher's demonstrations; see ``envs/tasks/teacher.py``."""
+    """File with a teacher's demonstrations; see ``envs/tasks/demonstrations.py``."""
 
     def __init__(self, environment: EnvironmentSettings, path: str | Path) -> None:
         """Read the file; raises ``DataError`` if it cannot be used."""

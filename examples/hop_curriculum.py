@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from envs.tasks.task_stats import Stats
+from envs.tasks.curriculum import Stats
 from ragr1_actors import Curriculum, Task
 
 ENOUGH = 8

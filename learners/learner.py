@@ -46,8 +46,7 @@ from learners.deepspeed.deepspeed_engine import (
 )
 from learners.losses import TokenLoss, propagate_not_finite
 from learners.models.export import PolicyCopy, copy_arrays, copy_tensors, policy_tensors
-from learners.models.row_check import check_rows
-from learners.models.scoring import PolicyModel, TokenOutputs, pair_cost, takes_rows
+from learners.models.scoring import PolicyModel, TokenOutputs, check_rows, pair_cost, takes_rows
 from learners.options import LearnerOptions, read_options
 from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, assign_micro_batches, bundle, pack
 from learners.train_batch import Meter, TokenColumns, TrainBatch, check_shape, learned_columns, make_batch

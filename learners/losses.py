@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 from learners.options import KLEstimator
 
 if TYPE_CHECKING:
-    from learners.importance import SequenceWeights
+    from learners.advantages import SequenceWeights
 
 MAX_LOG_RATIO = 20.0
 """Limit of log-ratios: exp(20) is finite in every used dtype, and the losses clip such ratios anyway."""

@@ -28,7 +28,7 @@ Aggregation = Literal["token_mean", "trajectory_mean", "constant"]
 
 
 CorrectionKind = Literal["truncate", "mask", "geometric_mask", "reject"]
-"""Kind of sequence correction; ``learners.importance.sequence_weights`` has the formulas and their sources."""
+"""Kind of sequence correction; ``learners.losses.sequence_weights`` has the formulas and their sources."""
 _BOUNDS: dict[CorrectionKind, tuple[float, float]] = {
     "truncate": (0.0, 2.0),
     "mask": (0.5, 2.0),
@@ -248,7 +248,7 @@ _ALGORITHMS: dict[str, tuple[str, type[LearnerOptions]]] = {
     "grpo": ("grpo:GRPOLearner", GroupOptions),
     "gspo": ("grpo:GSPOLearner", GroupOptions.with_defaults(aggregation="trajectory_mean")),
     "ipo": ("dpo:IPOLearner", PreferenceOptions),
-    "ppo": ("ppo:PPOLearner", PPOOptions),
+    "ppo": ("grpo:PPOLearner", PPOOptions),
     "reinforce_pp": ("grpo:ReinforcePPLearner", ReinforcePPOptions),
     "rloo": (
         "grpo:RLOOLearner",

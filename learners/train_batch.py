@@ -17,7 +17,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
-from learners.importance import SequenceWeights
+from learners.advantages import SequenceWeights
 from learners.losses import MAX_LOG_RATIO, TokenLoss, k3_kl, ratios
 from learners.models.scoring import TokenOutputs
 from learners.packing import MODEL_ONLY, FlatTrajectories, MicroBatch, flatten

@@ -37,32 +37,21 @@ if TYPE_CHECKING:  # type checkers do not see what ``__getattr__`` imports
     from retrieval.base import Passage as Passage
     from retrieval.base import Retriever as Retriever
 
-_PUBLIC = {
-    "Algorithm": "ragr1_actors.training.algorithm",
-    "AlgorithmConfig": "ragr1_actors.training.algorithm_config",
-    "Answer": "envs.grammars.tags",
-    "Completion": "ragr1_actors.core.types",
-    "Curriculum": "envs.tasks.curriculum",
-    "Learner": "learners.learner",
-    "Malformed": "envs.grammars.tags",
-    "Passage": "retrieval.base",
-    "Record": "ragr1_actors.core.types",
-    "Retriever": "retrieval.base",
-    "RewardContext": "envs.measures",
-    "RewardResult": "envs.measures",
-    "RolloutStrategy": "ragr1_actors.rollout.groups",
-    "Search": "envs.grammars.tags",
-    "SearchEnv": "envs.search",
-    "StepResult": "envs.base",
-    "StopReason": "ragr1_actors.core.types",
-    "Task": "ragr1_actors.core.types",
-    "TaskSource": "envs.sources",
-    "TextEnv": "envs.base",
-    "TokenKind": "ragr1_actors.core.types",
-    "ToolCall": "ragr1_actors.core.types",
-    "Trajectory": "ragr1_actors.core.types",
-    "TrajectoryGroup": "ragr1_actors.core.types",
+_NAMES = {
+    "envs.base": "StepResult TextEnv",
+    "envs.grammars.tags": "Answer Malformed Search",
+    "envs.measures": "RewardContext RewardResult",
+    "envs.search": "SearchEnv",
+    "envs.sources": "TaskSource",
+    "envs.tasks.curriculum": "Curriculum",
+    "learners.learner": "Learner",
+    "ragr1_actors.core.types": "Completion Record StopReason Task TokenKind ToolCall Trajectory TrajectoryGroup",
+    "ragr1_actors.rollout.groups": "RolloutStrategy",
+    "ragr1_actors.training.algorithm": "Algorithm",
+    "ragr1_actors.training.algorithm_config": "AlgorithmConfig",
+    "retrieval.base": "Passage Retriever",
 }
+_PUBLIC = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_PUBLIC)
 
 

@@ -38,10 +38,9 @@ from retrieval.build import (
     work_directory,
     write_or_compare,
 )
-from retrieval.corpora.corpus import CORPUS_FILE, Corpus
+from retrieval.corpora.corpus import CORPUS_FILE, Corpus, write_titles
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import LAYOUTS, is_empty
-from retrieval.corpora.titles import write_titles
 from retrieval.indexes.manifest import EMPTY_FILE, ROWS_FILE, TITLES_FILE, FileRecord, Manifest, Shard
 
 if TYPE_CHECKING:

@@ -30,11 +30,10 @@ from ragr1_actors.core.errors import ConfigError, DataError, UserError, nearest,
 from ragr1_actors.core.process.progress_bar import progress_bar
 from ragr1_actors.core.resolve import STATIC, named_folder
 from retrieval.base import Passage
-from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_corpus
+from retrieval.corpora.corpus import CORPUS_FILE, SPILL_PREFIX, Corpus, write_corpus, write_titles
 from retrieval.corpora.readers import PassageFile
 from retrieval.corpora.report import CorpusReport
 from retrieval.corpora.text import is_empty
-from retrieval.corpora.titles import write_titles
 from retrieval.encoders.embedding import EmbeddingStore, StoredVectors, StoreHeader, Workers, fill_store
 from retrieval.indexes.manifest import (
     BM25,
@@ -128,7 +127,9 @@ def build_index(
     arguments = BuildArguments(encoder, index_type, vector_type, num_shards, dict(options or {}), seed)
     try:
         with work_directory(out_dir, asdict(arguments), restart) as directory:
-            _Build(directory, arguments, workers, progress, on_note or (_print if progress else _ignore)).run(passages)
+            _Build(directory, arguments, workers, progress, on_note or (_print if progress else lambda note: None)).run(
+                passages
+            )
     except OSError as error:
         raise as_user_error(error, out_dir) from error
     return out_dir
@@ -184,10 +185,6 @@ def as_user_error(error: OSError, out_dir: Path) -> UserError:
 
 def _print(note: str) -> None:
     Console(emoji=False).print(note, markup=False, highlight=False, soft_wrap=True)
-
-
-def _ignore(note: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -253,7 +250,7 @@ class _Build:
 
     def _make_static(self, corpus: Corpus) -> Encoder:
         from retrieval.encoders.encoder import passage_text
-        from retrieval.encoders.static import make_static_encoder
+        from retrieval.encoders.families import make_static_encoder
 
         folder = self.directory / ENCODER_FOLDER
         if not folder.is_dir():

@@ -21,9 +21,8 @@ from ragr1_actors.core.resolve import STATIC, load_object, path_of
 from ragr1_actors.core.schema import TRAJECTORIES, read_trajectories
 from ragr1_actors.core.types import ToolCall
 from retrieval.base import OPEN_PAGE, RETRIEVERS, SEARCH, SHARED_KEYS, Hits, Page, Passage, Retriever, needs_index
-from retrieval.corpora.corpus import Corpus
+from retrieval.corpora.corpus import Corpus, Titles
 from retrieval.corpora.text import normalise
-from retrieval.corpora.titles import Titles
 from retrieval.indexes.manifest import ENCODER_FOLDER, TITLES_FILE, Manifest, parse_options
 from retrieval.indexes.ranking import Rank, Ranking, fused, to_hits
 

@@ -15,7 +15,7 @@ from ragr1_actors.core.disk.digests import write_list
 from retrieval.adopt import Adoption, adopt_index
 from retrieval.base import Passage
 from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 from retrieval.indexes.faiss_file import parts_of
 
 COUNT, DIMENSION = 400, 32

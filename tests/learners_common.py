@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from learners.algorithms.segments import taught
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
+from ragr1_actors.core.types import MALFORMED, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -138,6 +139,12 @@ def make_config(**sections: dict[str, object]) -> RunConfig:
     for section, settings in sections.items():
         builder = getattr(builder, section)(**settings)
     return builder.freeze()
+
+
+def segments(trajectory: Trajectory) -> list[Trajectory]:
+    """A trajectory per turn that is not malformed: its context, and the tokens that the model wrote."""
+    turns = enumerate(zip(trajectory.turns, trajectory.turn_positions, strict=True))
+    return [taught(trajectory, [at], int(own[-1]) + 1) for at, (turn, own) in turns if turn.action != MALFORMED]
 
 
 def make_batch(learner: Learner, groups: list[TrajectoryGroup]) -> TrainBatch:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.measurement import run_script
 from benchmarks.real import models, two_wiki
 from envs.options import QueryFormat
-from envs.tasks.teacher import load_demonstrations
+from envs.tasks.demonstrations import load_demonstrations
 from ragr1_actors.core.errors import DataError, UserError
 
 COMPARISON = {

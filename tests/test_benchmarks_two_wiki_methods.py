@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.real import two_wiki, two_wiki_methods
 from envs.checker import made_up
-from envs.tasks.teacher import load_demonstrations
+from envs.tasks.demonstrations import load_demonstrations
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import Record, ToolCall, TrajectoryGroup
 from ragr1_actors.recipes.frugal_rag.frugal_rag import RECALL_FIELD

@@ -20,8 +20,7 @@ from ragr1_actors.cli import print_line
 from ragr1_actors.cli.ask import Shown, questions
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RetrievalSettings
-from ragr1_actors.core.errors import DataError
-from ragr1_actors.core.process.advice import advised, command_name
+from ragr1_actors.core.errors import DataError, advised, command_name
 from ragr1_actors.core.types import Record, ToolCall, Turn
 from ragr1_actors.evaluation import asking
 from ragr1_actors.evaluation.asking import Asker
@@ -236,7 +235,7 @@ def test_a_command_that_is_advised_can_be_copied(
 
 SLOW_ANSWER = """
 import os, signal, sys
-from ragr1_actors.rollout.engines.decoding import Session
+from ragr1_actors.rollout.engines.transformers_engine import Session
 whole = Session.report_text
 def report_text(self):
     whole(self)

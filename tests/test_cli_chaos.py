@@ -19,9 +19,7 @@ from small_world import ROOT, a_persons_environment, invoke, make_config, make_f
 
 from ragr1_actors.lab.chaos import DRIVER, Damage, draw_damage, schedule
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.scale_order import read_order
-from ragr1_actors.runs.starts import read_starts
+from ragr1_actors.runs.run_directory import create_run_directory, read_order, read_starts
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -12,8 +12,7 @@ from small_world import a_persons_environment
 from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import app
-from ragr1_actors.core.resolve import recipe_files
-from ragr1_actors.lab.methods import method_recipes
+from ragr1_actors.core.resolve import method_recipes, recipe_files
 
 SMALL = (
     "env_runners.num_env_runners=0",

@@ -24,8 +24,15 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli import console, print_error, print_line, print_state
 from ragr1_actors.cli.main import app, describe_start, how_to_continue
-from ragr1_actors.runs.run_directory import change_learners, check_recipe, create_run_directory, open_run_directory
-from ragr1_actors.runs.starts import STARTS_FILE, append_start, this_start
+from ragr1_actors.runs.run_directory import (
+    STARTS_FILE,
+    append_start,
+    change_learners,
+    check_recipe,
+    create_run_directory,
+    open_run_directory,
+    this_start,
+)
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

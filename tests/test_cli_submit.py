@@ -31,10 +31,17 @@ from benchmarks.scale.clusters import free_port
 from cluster.submit import Job, JobClient, check_size, pack, stop_warning
 from ragr1_actors.cli.submit import LogView, render_jobs, train_arguments
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
-from ragr1_actors.core.process.progress_bar import RateColumn, counted_bar, counted_bars, elapsed_time
+from ragr1_actors.core.process.progress_bar import (
+    RateColumn,
+    counted_bar,
+    counted_bars,
+    describe_iteration,
+    elapsed_time,
+    is_progress,
+    show_progress,
+)
 from ragr1_actors.runs.run_directory import create_run_directory, holds_run, open_run_directory, start_again
 from ragr1_actors.runs.storage.store import find_store
-from ragr1_actors.runs.telemetry.progress import describe_iteration, is_progress, show_progress
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 TOO_LARGE = 100 * 2**20

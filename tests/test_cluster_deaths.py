@@ -8,12 +8,12 @@ import pytest
 from processes import run_python
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
-from cluster.supervision.deaths import PROCESSES, death_line, last_line
+from cluster.supervision.fleet import PROCESSES, death_line, last_line
 from learners.ranks.learner_group import LearnerWorker
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.rollout.runners.env_runner_actor import EnvRunnerActor
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerActor
 from retrieval.encoders.embedding import EmbeddingActor
-from retrieval.replicas.actor import EncoderActor, RetrieverActor
+from retrieval.replicas.replica_set import EncoderActor, RetrieverActor
 
 ACTOR_ID = "fa17da60bdf5d67c85f6601501000000"
 REPORT = (
@@ -126,7 +126,7 @@ MONITORED = """
     os.environ["RAY_memory_usage_threshold"] = "0.0001"  # every node uses more: the monitor ends each actor
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     import ray
-    from cluster.supervision.deaths import last_line
+    from cluster.supervision.fleet import last_line
 
     class LearnerWorker:
         def wait(self):

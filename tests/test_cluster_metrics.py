@@ -27,7 +27,7 @@ from rich.console import Console
 from ragr1_actors.core.resolve import read_yaml_file, resolve
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.scale_order import ScaleOrder, write_order
+from ragr1_actors.runs.run_directory import ScaleOrder, write_order
 from ragr1_actors.training.training_run import TrainingRun
 
 recipe, run_dir, port, temp_dir, wanted = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5:]

@@ -89,7 +89,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     from fleet_world import drain as collect_all, request, submit
     from test_rollout_scaling import make_config
     from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
-    from retrieval.replicas.actor import RpcActor
+    from retrieval.replicas.replica_set import RpcActor
     from retrieval.replicas.replica_set import ReplicaSet, find_actors
 
     first = cluster.add_node(num_cpus=1, **store)

@@ -10,7 +10,7 @@ from processes import run_python
 from small_world import invoke
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from ragr1_actors.core.models.model_code import check_code, find_code
+from ragr1_actors.core.models.model_files import check_code, find_code
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 
 REFUSED = r"brings Python code \(auto_map in {}\), which is not run"

@@ -20,8 +20,7 @@ from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
 from ragr1_actors.planning.plan import count_passages
 from ragr1_actors.planning.preflight import check_classes, check_names
-from ragr1_actors.planning.tiny_policy import TinyPolicy, policy_maker
-from ragr1_actors.planning.tiny_vision import TinyVisionPolicy
+from ragr1_actors.planning.tiny_policy import TinyPolicy, TinyVisionPolicy, policy_maker
 from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

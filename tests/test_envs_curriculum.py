@@ -15,9 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.tasks.curriculum import Curriculum, make_curriculum
+from envs.tasks.curriculum import Curriculum, Stats, TaskStats, make_curriculum
 from envs.tasks.files import load_tasks
-from envs.tasks.task_stats import Stats, TaskStats
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Task

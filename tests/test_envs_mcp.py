@@ -35,8 +35,7 @@ from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.service_settings import McpServer
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory
-from ragr1_actors.planning.preflight import check_classes
-from ragr1_actors.planning.services import check_services
+from ragr1_actors.planning.preflight import check_classes, check_services
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest

@@ -13,7 +13,7 @@ from envs.options import QueryFormat
 from envs.search import clean_queries
 from envs.tasks.demonstrations import evidence_demonstration
 from envs.tasks.files import load_tasks
-from envs.tasks.rounds import search_rounds
+from envs.tasks.formats import search_rounds
 from ragr1_actors.core.types import Task
 
 FILMS = ["Red Dawn (1999 film)", "The Cup", "Ana Bell (director)", "Bo Cole"]

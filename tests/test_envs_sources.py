@@ -23,7 +23,7 @@ from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.types import Task
-from ragr1_actors.planning.corpus import corpus_of
+from ragr1_actors.planning.plan import corpus_of
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.planning.prepare import in_turn, split_tasks
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

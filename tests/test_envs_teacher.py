@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from envs.sources import TeacherSource
-from envs.tasks.demonstrations import as_message
-from envs.tasks.teacher import load_demonstrations
+from envs.tasks.demonstrations import as_message, load_demonstrations
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import CallRequest, Message

@@ -16,7 +16,7 @@ from ragr1_actors.core.config import EnvironmentSettings, SamplerConfig
 from ragr1_actors.core.content import Content, Image, images_of, text_of
 from ragr1_actors.core.images import decoded, size_of
 from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind
-from ragr1_actors.planning.tiny_vision import make_tiny_vision_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_vision_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest

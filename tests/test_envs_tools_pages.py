@@ -17,7 +17,7 @@ from envs.checker import check_tool
 from envs.observations import defuse
 from envs.options import ToolOptions
 from envs.tools.base import make_tools
-from envs.tools.pages import page_text
+from envs.tools.search import page_text
 from ragr1_actors.core.config import EnvironmentSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import resolve

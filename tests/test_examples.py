@@ -20,7 +20,7 @@ from envs.checker import check_reward, check_source, check_tool
 from envs.measures import Reward, RewardContext
 from envs.options import ToolOptions
 from envs.sources import TaskSources
-from envs.tasks.task_stats import TaskStats
+from envs.tasks.curriculum import TaskStats
 from envs.tools.base import make_tools
 from examples.hop_curriculum import ByHops
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig

@@ -27,18 +27,21 @@ from ragr1_actors.cli import simulate as cli
 from ragr1_actors.core.config import RetrieverAutoscaling, RunConfig, RunnerAutoscaling, SearchRequests
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Sampling
-from ragr1_actors.lab.simulation.engine import SimulatedEngine
-from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
-from ragr1_actors.lab.simulation.recorded import fit_line, read_recording
+from ragr1_actors.lab.simulation.fleet import SimulatedEngine, SimulatedRetrievers, SimulatedRunners, VirtualLoop
 from ragr1_actors.lab.simulation.run import Iteration, Simulation, Simulator, Size, Study, simulate
-from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
-from ragr1_actors.lab.simulation.workload import Attempt, DrawnWorkload, TurnShape, made_up_task
+from ragr1_actors.lab.simulation.workload import (
+    Attempt,
+    DrawnWorkload,
+    TurnShape,
+    fit_line,
+    made_up_task,
+    read_recording,
+)
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.runs.run_directory import create_run_directory, keep_trajectories
 from ragr1_actors.runs.storage.store import RunStore, find_store
-from ragr1_actors.runs.telemetry.bottleneck import Limit
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger
+from ragr1_actors.runs.telemetry.metrics import Limit, MetricsLogger
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 STEP_S = 0.01

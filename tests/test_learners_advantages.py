@@ -11,8 +11,14 @@ import torch
 from references_common import BASELINES, LIMIT, expected_advantages, make_batch, make_learner, plain_kl, rows
 
 from learners.advantages import generalized_advantages, overlong_penalty, whiten
-from learners.algorithms.grpo import DAPOLearner, DrGRPOLearner, GRPOLearner, ReinforcePPLearner, RLOOLearner
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import (
+    DAPOLearner,
+    DrGRPOLearner,
+    GRPOLearner,
+    PPOLearner,
+    ReinforcePPLearner,
+    RLOOLearner,
+)
 from learners.learner import Learner
 from learners.options import has_variance
 from ragr1_actors.core.types import TokenKind

@@ -16,7 +16,7 @@ import pytest
 import torch
 from learners_common import Build, fill_columns, make_batch, make_config, make_groups, make_policy, pickle_by_value
 
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import PPOLearner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
 from learners.models.scoring import TokenOutputs, packed_hidden_states

@@ -11,8 +11,7 @@ import pytest
 import torch
 from learners_common import Build, assert_same_arrays, make_config, make_groups, make_policy
 
-from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import GRPOLearner, PPOLearner
 from learners.algorithms.sft import SFTLearner
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed, shared_loading
 from learners.models.scoring import PolicyModel, pair_cost

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from learners_common import make_config
 from references_common import LIMIT, Rows, assert_same, loss_of, make_batch, make_learner, plain_kl, sequence_lengths
 
+from learners.advantages import sequence_weights
 from learners.algorithms.grpo import CISPOLearner, DrGRPOLearner, GRPOLearner, GSPOLearner
-from learners.importance import sequence_weights
 from learners.learner import Learner
 from learners.options import CorrectionKind, GroupOptions, learner_options
 from learners.train_batch import TrainBatch

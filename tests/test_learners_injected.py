@@ -12,8 +12,7 @@ import pytest
 import torch
 from learners_common import Build, make_config, make_groups, own_logprobs
 
-from learners.algorithms.grpo import GRPOLearner, turn_ids
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import GRPOLearner, PPOLearner, turn_ids
 from learners.train_batch import Meter, make_batch
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup

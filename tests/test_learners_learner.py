@@ -20,13 +20,13 @@ from learners_common import (
     make_policy,
     make_trajectory,
     own_logprobs,
+    segments,
     with_rows,
 )
 from transformers import AutoModelForCausalLM
 
-from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.ppo import PPOLearner
-from learners.algorithms.segments import segment
+from learners.algorithms.grpo import GRPOLearner, PPOLearner
+from learners.algorithms.segments import decisions
 from learners.algorithms.sft import SFTLearner
 from learners.deepspeed.deepspeed_engine import Schedule
 from learners.learner import Learner
@@ -127,32 +127,31 @@ def test_sft_lowers_the_loss(build: Build) -> None:
 
 def test_segments_train_as_the_whole_trajectory_does(build: Build) -> None:
     groups = make_groups(6)
-    segments = [s for group in groups for t in group.trajectories for s in segment(t)]
+    cuts = [s for group in groups for t in group.trajectories for s in segments(t)]
     counts = [t.num_model_tokens for group in groups for t in group.trajectories]
-    assert sum(s.trajectory.num_model_tokens for s in segments) == sum(counts)
+    assert sum(s.num_model_tokens for s in cuts) == sum(counts)
     whole, cut = build(SFTLearner), build(SFTLearner)
     for _ in range(3):
         first = whole.update(groups)
-        second = cut.update(one_group([s.trajectory for s in segments]))
+        second = cut.update(one_group(cuts))
         assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
     assert_same_weights(whole, cut, atol=1e-4)
 
 
 def test_segments_fall_into_four_categories() -> None:
     rng = np.random.default_rng(0)
-    direct = segment(make_trajectory(rng, turns=("answer",)))
-    searched = segment(with_hits(make_trajectory(rng, turns=("search", "search", "malformed", "answer"))))
-    in_vain = segment(make_trajectory(rng, turns=("search", "search", "answer")))
-    assert [s.category.value for s in direct] == ["internal_answer"]
-    malformed = segment(make_trajectory(rng, turns=("malformed", "answer")))
-    assert [s.category.value for s in malformed] == ["internal_answer"]
-    mended = segment(with_hits(make_trajectory(rng, turns=("malformed", "search", "answer"))))
-    assert [s.category.value for s in mended] == ["first_search", "evidence_answer"]
-    assert [s.category.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
-    assert [s.category.value for s in in_vain] == ["first_search", "first_search", "internal_answer"]
-    assert searched[1].trajectory.kinds[-1] == TokenKind.MODEL
-    named = segment(make_trajectory(rng, turns=("fetch", "answer")))  # an environment names its actions
-    assert [s.category.value for s in named] == ["first_search", "internal_answer"]
+    direct = decisions(make_trajectory(rng, turns=("answer",)))
+    searched = decisions(with_hits(make_trajectory(rng, turns=("search", "search", "malformed", "answer"))))
+    in_vain = decisions(make_trajectory(rng, turns=("search", "search", "answer")))
+    assert [s.value for s in direct] == ["internal_answer"]
+    malformed = decisions(make_trajectory(rng, turns=("malformed", "answer")))
+    assert [s.value for s in malformed] == ["internal_answer"]
+    mended = decisions(with_hits(make_trajectory(rng, turns=("malformed", "search", "answer"))))
+    assert [s.value for s in mended] == ["first_search", "evidence_answer"]
+    assert [s.value for s in searched] == ["first_search", "further_search", "evidence_answer"]
+    assert [s.value for s in in_vain] == ["first_search", "first_search", "internal_answer"]
+    named = decisions(make_trajectory(rng, turns=("fetch", "answer")))  # an environment names its actions
+    assert [s.value for s in named] == ["first_search", "internal_answer"]
 
 
 def with_hits(trajectory: Trajectory) -> Trajectory:
@@ -170,7 +169,7 @@ def test_malformed_turns_are_context_as_in_segments(build: Build) -> None:
     assert batch is not None
     (taught,) = batch.trajectories
     first, malformed, last = trajectory.turn_lengths
-    assert taught.num_model_tokens == first + last == sum(s.trajectory.num_model_tokens for s in segment(trajectory))
+    assert taught.num_model_tokens == first + last == sum(s.num_model_tokens for s in segments(trajectory))
     at = np.flatnonzero(trajectory.kinds == TokenKind.MODEL)[first : first + malformed]
     assert (taught.kinds[at] == TokenKind.PROMPT).all()
     np.testing.assert_array_equal(taught.token_ids, trajectory.token_ids)

@@ -257,7 +257,7 @@ def test_a_state_goes_on_on_more_ranks_and_on_fewer(two_ranks: LearnerGroup, pol
 
 def measure_gaps(learner: Any, policy_dir: Path, groups: list[TrajectoryGroup]) -> list[dict[str, float]]:
     """On a rank: what an update reports of engine and learner, without the correction and with it."""
-    from learners.algorithms.ppo import PPOLearner
+    from learners.algorithms.grpo import PPOLearner
 
     found = []
     correction = {"kind": "geometric_mask", "low": 0.7, "high": 1.4}

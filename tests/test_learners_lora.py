@@ -13,8 +13,7 @@ from learners_common import Build, make_config, make_groups, own_logprobs
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import GRPOLearner, PPOLearner
 from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, EngineError

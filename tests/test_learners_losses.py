@@ -32,10 +32,10 @@ from learners.algorithms.grpo import (
     DrGRPOLearner,
     GRPOLearner,
     GSPOLearner,
+    PPOLearner,
     ReinforcePPLearner,
     RLOOLearner,
 )
-from learners.algorithms.ppo import PPOLearner
 from learners.learner import Learner
 from learners.losses import KL_ESTIMATORS, clipped_policy_loss, clipped_value_loss, k1_kl, k3_kl, ratios
 from learners.train_batch import TrainBatch

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 
 from benchmarks.learner.gpu import ROW_TOKENS
 from benchmarks.learner.shapes import SHAPES
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import PPOLearner
 from learners.deepspeed.deepspeed_engine import DeepSpeedEngine, Schedule, init_distributed
 from learners.deepspeed.memory import (
     activation_bytes,
@@ -31,7 +31,7 @@ from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.models.vision import FAMILIES
-from ragr1_actors.planning.tiny_vision import TinyVisionPolicy
+from ragr1_actors.planning.tiny_policy import TinyVisionPolicy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = pytest.mark.engine

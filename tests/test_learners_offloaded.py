@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from learners_common import Build, make_config, make_groups, make_policy
 
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import PPOLearner
 from learners.deepspeed import offloaded as resting
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.deepspeed.offloaded import Offloaded

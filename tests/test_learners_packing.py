@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learners_common import make_branches, make_config, make_groups, make_policy, make_trajectory
+from learners_common import make_branches, make_config, make_groups, make_policy, make_trajectory, segments
 
 from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.segments import segment
 from learners.models.scoring import PolicyModel, pair_cost
 from learners.packing import Bundle, FlatTrajectories, assign_micro_batches, bundle, flatten, pack
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup
@@ -93,7 +92,7 @@ def test_turns_that_extend_one_another_are_computed_once(tmp_path: Path) -> None
     rng = np.random.default_rng(1)
     trajectories = [make_trajectory(rng, turns=("search", "search", "answer"), reward=float(n % 2)) for n in range(6)]
     tokens = sum(trajectory.num_tokens for trajectory in trajectories)
-    by_turn = sum(s.trajectory.num_tokens for trajectory in trajectories for s in segment(trajectory))
+    by_turn = sum(s.num_tokens for trajectory in trajectories for s in segments(trajectory))
     learner = GRPOLearner(make_config(), make_policy(tmp_path))
     learner.build()
     computed = learner.update([TrajectoryGroup(trajectories[0].task, tuple(trajectories))])["computed_tokens"]

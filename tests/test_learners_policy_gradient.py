@@ -15,10 +15,9 @@ from learners_common import STAGES_AND_DTYPES, Build, make_batch, make_branches,
 from learners_common import own_logprobs as scores_of
 from transformers import AutoModelForCausalLM
 
-from learners.algorithms.grpo import GRPOLearner, GSPOLearner
-from learners.algorithms.ppo import PPOLearner
+from learners.advantages import truncated_importance_weights
+from learners.algorithms.grpo import GRPOLearner, GSPOLearner, PPOLearner
 from learners.algorithms.sft import SFTLearner
-from learners.importance import truncated_importance_weights
 from learners.learner import Learner
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Sampling, StopReason, Task, TokenKind, Trajectory, TrajectoryGroup

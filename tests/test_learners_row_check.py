@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.learner import Learner
-from learners.models.row_check import check_rows
-from learners.models.scoring import PolicyModel
+from learners.models.scoring import PolicyModel, check_rows
 from learners.packing import MicroBatch
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import TokenKind, TrajectoryGroup

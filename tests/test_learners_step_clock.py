@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from learners.ranks.step_clock import FIRST_STEP_S, STEPS, StepClock
+from learners.ranks.call_history import FIRST_STEP_S, STEPS, StepClock
 
 TIMEOUT_S = 20.0
 

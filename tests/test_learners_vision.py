@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from learners_common import make_config
 from vision_world import Alone, make_seeing, page, seen_trajectory
 
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import PPOLearner
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
 from ragr1_actors.core.content import PlacedImage

@@ -21,18 +21,20 @@ from ragr1_actors.cli import main as cli
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import FailedTask, Failure
-from ragr1_actors.pages.report import charts, facts
-from ragr1_actors.pages.report.charts import Chart, draw, draw_evaluations, draw_fleet, mark_alarms
-from ragr1_actors.pages.report.page import render, write_page
+from ragr1_actors.pages.report import facts, page
+from ragr1_actors.pages.report.page import Chart, draw, draw_evaluations, draw_fleet, mark_alarms, render, write_page
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, write_report
-from ragr1_actors.runs.run_directory import create_run_directory
-from ragr1_actors.runs.scaling import ScalingDecision
+from ragr1_actors.runs.run_directory import (
+    STARTS_FILE,
+    Start,
+    append_start,
+    create_run_directory,
+    read_starts,
+    this_start,
+)
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.starts import STARTS_FILE, Start, append_start, read_starts, this_start
-from ragr1_actors.runs.telemetry.alarms import Alarm
-from ragr1_actors.runs.telemetry.bottleneck import find_bottleneck, load_of_rows
-from ragr1_actors.runs.telemetry.incidents import Incident
-from ragr1_actors.runs.telemetry.metrics import MetricsLogger
+from ragr1_actors.runs.telemetry.events import Alarm, Incident, ScalingDecision
+from ragr1_actors.runs.telemetry.metrics import MetricsLogger, find_bottleneck, load_of_rows
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
@@ -82,7 +84,7 @@ def make_run(run_dir: Path, num_iterations: int = 4) -> None:
     logger.close()
 
 
-def names(figure: charts.Figure | None) -> list[str]:
+def names(figure: page.Figure | None) -> list[str]:
     assert figure is not None
     return [trace["name"] for trace in figure["data"]]
 
@@ -105,10 +107,10 @@ def test_a_chart_has_the_curves_with_two_finite_points() -> None:
 
 def test_a_long_run_is_thinned_evenly() -> None:
     rows = [row(number, **{"rollout/reward": 1.0, "rollout/em": 1.0}) for number in range(5000)]
-    figure = draw(charts.LEARNING[0], rows)
+    figure = draw(page.LEARNING[0], rows)
     assert figure is not None
     xs = figure["data"][0]["x"]
-    assert len(xs) <= charts.MAX_POINTS
+    assert len(xs) <= page.MAX_POINTS
     assert (xs[0], xs[1] - xs[0], xs[-1]) == (0, 3, 4998)
 
 
@@ -142,12 +144,12 @@ def test_fleets_have_marks_where_the_autoscaler_decided() -> None:
     decided = {"time_s": 1.0, "fleet": "runners", "before": 4, "after": 6, "reason": "a < b"}
     other = {**decided, "fleet": "retrievers"}
     rows = [row(1, **FLEET), {**row(2, **FLEET), "scaling/decisions": [decided, other]}]
-    figure = draw_fleet(charts.FLEETS["runners"], "runners", rows)
+    figure = draw_fleet(page.FLEETS["runners"], "runners", rows)
     assert names(figure) == ["wanted", "running", "starting", "decision"]
     assert figure is not None
     mark = figure["data"][-1]
     assert (mark["x"], mark["y"], mark["text"]) == ([2], [6], ["4 -&gt; 6: a &lt; b"])  # plotly takes HTML in a label
-    assert draw_fleet(charts.FLEETS["encoders"], "encoders", rows) is None
+    assert draw_fleet(page.FLEETS["encoders"], "encoders", rows) is None
 
 
 def test_alarms_are_lines() -> None:

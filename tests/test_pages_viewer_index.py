@@ -17,10 +17,8 @@ from view_world import attempt, every_outcome, keep
 from ragr1_actors.core import schema
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.pages.viewer import parts
-from ragr1_actors.pages.viewer.index import Index
-from ragr1_actors.pages.viewer.parts import PART_SCHEMA, Source, make_part
-from ragr1_actors.pages.viewer.payloads import TokenPieces, trajectory_payload
-from ragr1_actors.pages.viewer.queries import Query, Scope
+from ragr1_actors.pages.viewer.parts import PART_SCHEMA, Index, Source, make_part
+from ragr1_actors.pages.viewer.payloads import Query, Scope, TokenPieces, trajectory_payload
 
 pytestmark = pytest.mark.timeout(120)  # nothing may wait for the writer of a FIFO
 

@@ -33,7 +33,7 @@ from ragr1_actors.core.content import PlacedImage
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.types import Record
 from ragr1_actors.pages.viewer import server as view_server
-from ragr1_actors.pages.viewer.index import Index
+from ragr1_actors.pages.viewer.parts import Index
 from ragr1_actors.pages.viewer.payloads import TokenPieces
 from ragr1_actors.pages.viewer.server import ViewServer
 from ragr1_actors.runs.storage.store import find_store

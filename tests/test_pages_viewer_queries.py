@@ -13,9 +13,17 @@ from view_world import TASK, attempt, every_outcome, keep, keep_tokenizer, learn
 
 from envs.measures import exact_match
 from ragr1_actors.core.errors import DataError, UserError
-from ragr1_actors.pages.viewer.index import Index, Snapshot
-from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, row_payloads, trajectory_payload
-from ragr1_actors.pages.viewer.queries import OUTCOMES, Query, Scope, Searcher
+from ragr1_actors.pages.viewer.parts import Index, Snapshot
+from ragr1_actors.pages.viewer.payloads import (
+    OUTCOMES,
+    Query,
+    Scope,
+    Searcher,
+    TokenPieces,
+    find_row,
+    row_payloads,
+    trajectory_payload,
+)
 from ragr1_actors.runs.scores import score
 
 

@@ -16,7 +16,7 @@ from small_world import invoke, make_config, make_files
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.evaluation.evaluated_policy import sampler_config
-from ragr1_actors.planning.gpus import check_gpus, reserved_gpus
+from ragr1_actors.planning.fit import check_gpus, reserved_gpus
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 NONE_HERE = "got 1, and torch finds no GPU on this machine, where the policy runs; set "

@@ -17,7 +17,7 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.lab.methods import method_recipes
+from ragr1_actors.core.resolve import method_recipes
 from ragr1_actors.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.planning.preflight import check_room
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

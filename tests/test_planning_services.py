@@ -11,7 +11,7 @@ from small_world import invoke, make_config, make_files
 
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, RetrievalError
-from ragr1_actors.planning.services import check_services
+from ragr1_actors.planning.preflight import check_services
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -14,10 +14,9 @@ from fakes import ByteTokenizer, DictRetriever
 
 from envs.measures import RewardContext
 from ragr1_actors.core.config import SamplerConfig
-from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES
+from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, copy_method, method_recipes
 from ragr1_actors.core.types import Task, TokenKind, Trajectory
 from ragr1_actors.lab.claim import claim_files, read_claim
-from ragr1_actors.lab.methods import copy_method, method_recipes
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest

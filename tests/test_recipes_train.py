@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.resolve import TINY, recipe_files
-from ragr1_actors.lab.methods import method_recipes, recipe_methods
+from ragr1_actors.core.resolve import TINY, method_recipes, recipe_files, recipe_methods
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.runs.report import read_report
 from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy

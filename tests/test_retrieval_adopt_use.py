@@ -32,7 +32,7 @@ from retrieval.base import Passage
 from retrieval.build import building_dir
 from retrieval.corpora.readers import read_passages
 from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 from retrieval.replicas.client import RetrieverClient

@@ -17,7 +17,7 @@ from retrieval.base import Passage
 from retrieval.build import build_index, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding import Workers
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 

@@ -23,7 +23,7 @@ from retrieval.build import build_index, building_dir, index_info
 from retrieval.corpora.corpus import Corpus
 from retrieval.encoders.embedding import EmbeddingStore
 from retrieval.encoders.encoder import Encoder, TokenizedTexts
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.vector_index import VectorIndex
 from retrieval.local import LocalRetriever

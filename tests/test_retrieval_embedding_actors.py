@@ -33,7 +33,7 @@ from retrieval.encoders.embedding import (
     fill_store,
 )
 from retrieval.encoders.encoder import Encoder
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ from processes import run_python
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.base import Passage
 from retrieval.encoders.encoder import Encoder, batch_by_length
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 
 TEXTS = [
     "Ana Bell was born in Riga in 1902.",

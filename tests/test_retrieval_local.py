@@ -23,8 +23,8 @@ from ragr1_actors.core.errors import ConfigError, DataError, RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import write_corpus
+from retrieval.encoders.families import make_static_encoder
 from retrieval.encoders.reranker import Reranker
-from retrieval.encoders.static import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import ABSENT
 from retrieval.indexes.vector_index import VectorIndex

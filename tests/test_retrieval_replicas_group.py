@@ -22,7 +22,7 @@ from ragr1_actors.core.errors import ConfigError, DataError, FleetError, Retriev
 from retrieval.base import Hits, Passage
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
-from retrieval.encoders.static import make_static_encoder
+from retrieval.encoders.families import make_static_encoder
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 from retrieval.replicas.batching import PoolArguments

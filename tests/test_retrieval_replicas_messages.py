@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from cluster.rpc import decode, encode
 from retrieval.base import Hits, Passage
-from retrieval.replicas.actor import PackedHits, RpcActor, pack
 from retrieval.replicas.batching import ClientLoad
 from retrieval.replicas.client import unpack
+from retrieval.replicas.replica_set import PackedHits, RpcActor, pack
 
 DEPTH = 4
 

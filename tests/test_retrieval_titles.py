@@ -15,10 +15,9 @@ import pytest
 from ragr1_actors.core.errors import DataError
 from retrieval.base import HEADING, Page, PageRetriever, Passage, page_title
 from retrieval.build import build_index
-from retrieval.corpora.corpus import Corpus, write_corpus
+from retrieval.corpora.corpus import MAX_PIECES, Corpus, Titles, rows_by_title, write_corpus, write_titles
 from retrieval.corpora.readers import read_passages
 from retrieval.corpora.text import found_evidence
-from retrieval.corpora.titles import MAX_PIECES, Titles, rows_by_title, write_titles
 from retrieval.indexes.manifest import Manifest
 from retrieval.local import LocalRetriever
 

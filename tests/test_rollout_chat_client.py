@@ -18,8 +18,7 @@ from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import ChatModel, Message, Sampling, StopReason, Task, Trajectory
-from ragr1_actors.planning.preflight import check_classes
-from ragr1_actors.planning.services import check_services
+from ragr1_actors.planning.preflight import check_classes, check_services
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.chat_client import EngineChat, open_models

@@ -17,8 +17,7 @@ from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, Sampler
 from ragr1_actors.core.content import Image
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.types import Completion, Message, Sampling, StopReason, Task, TokenKind, Trajectory
-from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.planning.tiny_vision import make_tiny_vision_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision_policy
 from ragr1_actors.rollout.chat_format import ChatFormat, TagsFormat, Template, TemplateFormat
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.engines.chat_client import as_sent, open_models

@@ -9,8 +9,7 @@ import pytest
 from fleet_world import request
 
 from ragr1_actors.core.process.driver_loop import DriverLoop
-from ragr1_actors.rollout.groups import GroupRequest
-from ragr1_actors.rollout.runners.request_queue import RequestQueue
+from ragr1_actors.rollout.groups import GroupRequest, RequestQueue
 
 
 class World:

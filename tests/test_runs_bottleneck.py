@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragr1_actors.runs.telemetry.bottleneck import Limit, Load, find_bottleneck
+from ragr1_actors.runs.telemetry.metrics import Limit, Load, find_bottleneck
 
 BALANCED = Load(
     learner_wait=0.3,

@@ -8,7 +8,7 @@ from pathlib import Path
 from small_world import deterministic
 
 from ragr1_actors.runs.report import EvalResult, RunReport, StageReport, TaskCounts, read_report, write_report
-from ragr1_actors.runs.telemetry.incidents import IncidentLog
+from ragr1_actors.runs.telemetry.events import IncidentLog
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_events, read_metrics
 
 

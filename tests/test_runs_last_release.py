@@ -15,8 +15,7 @@ from envs.tasks.world import make_world
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import RunDirectoryError
 from ragr1_actors.core.resolve import RENAMED
-from ragr1_actors.runs.last_release import as_this_release
-from ragr1_actors.runs.run_directory import open_run_directory
+from ragr1_actors.runs.run_directory import as_this_release, open_run_directory
 
 OLD: dict[str, Any] = {
     "max_queries_per_turn": 1,

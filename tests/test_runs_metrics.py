@@ -16,7 +16,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, as_markdown, mean_over, read_metrics
-from ragr1_actors.runs.telemetry.tensorboard import LAYOUT
+from ragr1_actors.runs.telemetry.trackers import LAYOUT
 
 
 def scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.measures import token_f1
+from envs.measures import exact_match, token_f1
 from ragr1_actors.cli.evaluate import print_evaluation, summarise
 from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
@@ -20,7 +20,6 @@ from ragr1_actors.runs.scores import (
     append_score,
     bootstrap,
     compare,
-    exact_match_rag_r1,
     intervals,
     latency,
     mcnemar,
@@ -61,7 +60,7 @@ def test_measures_of_a_trajectory() -> None:
     [("U.S.", "u s", 1.0), ("U.S.", "US", 0.0), ("The-Band", "band", 1.0), ("", ".", 0.0), ("Riga", "Riga.", 1.0)],
 )
 def test_rag_r1s_normaliser_puts_a_space_for_punctuation(answer: str, gold: str, em: float) -> None:
-    assert exact_match_rag_r1(answer, [gold]) == em
+    assert exact_match(answer, [gold], normalize_rag_r1) == em
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import pytest
 import torch
 from learners_common import make_groups
 
-from envs.tasks.curriculum import Curriculum, Shuffle
-from envs.tasks.task_stats import Stats, TaskStats
+from envs.tasks.curriculum import Curriculum, Shuffle, Stats, TaskStats
 from learners.advantages import group_advantages
 from learners.train_batch import make_batch
 from ragr1_actors.core.errors import FleetError

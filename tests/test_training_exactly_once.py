@@ -19,8 +19,8 @@ from faulty_fleet import FaultyEnv, FaultyRunners, ShortAttempts, Weather
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Failure
+from ragr1_actors.lab.simulation.fleet import VirtualLoop
 from ragr1_actors.lab.simulation.run import Simulator, Size
-from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest

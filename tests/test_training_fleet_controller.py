@@ -14,8 +14,16 @@ from small_world import invoke, make_files, make_recipe, started, wait_for
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.runs.report import read_report
-from ragr1_actors.runs.run_directory import create_run_directory, open_run_directory
-from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, withdraw_order, write_answer, write_order
+from ragr1_actors.runs.run_directory import (
+    ScaleAnswer,
+    ScaleOrder,
+    create_run_directory,
+    open_run_directory,
+    read_order,
+    withdraw_order,
+    write_answer,
+    write_order,
+)
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_events, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

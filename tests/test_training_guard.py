@@ -25,7 +25,7 @@ from ragr1_actors.runs.checkpoint import Checkpoints, read_state
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.runs.storage.store import RunStore
-from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState
+from ragr1_actors.runs.telemetry.events import Alarm, GuardState
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm import Algorithm
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

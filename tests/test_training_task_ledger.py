@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envs.tasks.curriculum import Adaptive, Curriculum, Shuffle
-from envs.tasks.task_stats import Stats, TaskStats
+from envs.tasks.curriculum import Adaptive, Curriculum, Shuffle, Stats, TaskStats
 from ragr1_actors.core.errors import ConfigError, FleetError, RunDirectoryError
 from ragr1_actors.core.types import FailedTask, Failure, Task
 from ragr1_actors.rollout.groups import GroupRequest

@@ -28,12 +28,10 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.vision import FAMILIES, ImageReader, rope_positions
 from ragr1_actors.core.models.vision_inputs import VisionInputs
 from ragr1_actors.core.types import Completion, Message, Sampling, Trajectory
-from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.planning.tiny_vision import make_tiny_vision_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision_policy
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine, SeeingEngine
 from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-from ragr1_actors.rollout.engines.vllm_engine import VLLMEngine
-from ragr1_actors.rollout.engines.vllm_images import ImageInputs
+from ragr1_actors.rollout.engines.vllm_engine import ImageInputs, VLLMEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -15,7 +15,7 @@ from ragr1_actors.core.content import Image
 from ragr1_actors.core.images import encoded
 from ragr1_actors.core.models.vision import ImageReader
 from ragr1_actors.core.types import StopReason, Task, TokenKind, Trajectory, Turn
-from ragr1_actors.planning.tiny_vision import make_tiny_vision_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_vision_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 TEXTS = ["What is on the page? Riga lies in Latvia. <search> Ana Bell</search>", "Look at the page again: x, y"]

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from learners import packing
 from learners.advantages import group_advantages
 from learners.algorithms.grpo import GRPOLearner
-from learners.algorithms.segments import segment
+from learners.algorithms.segments import taught
 from learners.deepspeed.deepspeed_engine import init_distributed
 from learners.packing import Bundle, MicroBatch, assign_micro_batches, bundle, flatten, pack
 from learners.train_batch import make_batch
@@ -163,7 +163,11 @@ def members(groups: Sequence[TrajectoryGroup]) -> list[Trajectory]:
 
 def by_turn(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """One trajectory per turn, with its context: what a learner that trains on turns computes."""
-    return [one.trajectory for trajectory in trajectories for one in segment(trajectory)]
+    return [
+        taught(trajectory, [index], int(own[-1]) + 1)
+        for trajectory in trajectories
+        for index, own in enumerate(trajectory.turn_positions)
+    ]
 
 
 def make_config(max_tokens: int, dtype: str = "float32") -> RunConfig:

@@ -12,8 +12,7 @@ from envs.measures import RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import FinishReason, Message, Task, Trajectory
-from ragr1_actors.rollout.engines.decoding import Session
-from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
+from ragr1_actors.rollout.engines.transformers_engine import Session, TransformersEngine
 
 
 class FixedEnv(SearchEnv):

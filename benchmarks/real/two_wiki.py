@@ -32,7 +32,7 @@ from benchmarks.measurement import run_script
 from envs.grammars.tags import format_queries
 from envs.options import QueryFormat
 from envs.tasks.files import Record, load_tasks, make_task
-from envs.tasks.rounds import depths_of_triples, folded
+from envs.tasks.formats import depths_of_triples, folded
 from ragr1_actors.core.disk.data_files import opened
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.errors import DataError, UserError, one_line, valid_unicode

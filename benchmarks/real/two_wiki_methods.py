@@ -29,8 +29,8 @@ from typing import Any
 
 from benchmarks.measurement import run_script
 from benchmarks.real.two_wiki import FOLDER, find_file, read_train
+from envs.tasks.demonstrations import load_demonstrations
 from envs.tasks.files import read_records
-from envs.tasks.teacher import load_demonstrations
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.types import Task

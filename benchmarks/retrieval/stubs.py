@@ -16,7 +16,7 @@ from benchmarks.retrieval.evidence import NUM_PASSAGES_QUICK, PASSAGE_WORDS, pas
 from retrieval.base import Passage
 from retrieval.corpora.corpus import CORPUS_FILE, write_corpus
 from retrieval.indexes.manifest import FileRecord, Manifest
-from retrieval.replicas.actor import RowHits, RpcActor
+from retrieval.replicas.replica_set import RowHits, RpcActor
 
 
 def stub_passages(query: str, k: int) -> list[Passage]:

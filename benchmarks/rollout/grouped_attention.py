@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from ragr1_actors.core.models.huggingface import sdpa_attention_forward
-from ragr1_actors.rollout.engines.grouped_attention import grouped_attention
+from ragr1_actors.rollout.engines.decoding import grouped_attention
 
 ROWS, HEADS, KV_HEADS, WIDTH = 128, 9, 3, 64
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from benchmarks.measurement import log
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
+from ragr1_actors.lab.simulation.fleet import VirtualLoop
 from ragr1_actors.lab.simulation.run import Simulator, Size
-from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import DrawnWorkload, made_up_task
 from ragr1_actors.planning.plan import GPUS, Machine, make_pace
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer

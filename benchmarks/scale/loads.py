@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.lab.simulation.fleet import VirtualLoop
 from ragr1_actors.lab.simulation.run import Simulator, Size
-from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
 from ragr1_actors.lab.simulation.workload import DrawnWorkload
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

@@ -27,9 +27,9 @@ from benchmarks.view import writing
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, TrajectoryGroup, Turn
-from ragr1_actors.pages.report.charts import AGREEMENT, LEARNING, LOADS, SEARCH, THROUGHPUT
-from ragr1_actors.pages.viewer.queries import OUTCOMES
-from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.pages.report.page import AGREEMENT, LEARNING, LOADS, SEARCH, THROUGHPUT
+from ragr1_actors.pages.viewer.payloads import OUTCOMES
+from ragr1_actors.runs.telemetry.events import Incident
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger
 
 FILTER_S, READY_S, REPORT_S = 0.3, 2.0, 10.0

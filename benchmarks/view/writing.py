@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.measurement import Repeats, Sample, log
 from learners.ranks.learner_group import LearnerGroup
+from ragr1_actors.core.disk.files import SFT_POLICY
 from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
 from ragr1_actors.runs.run_directory import keep_trajectories, open_run_directory
-from ragr1_actors.runs.storage.layout import SFT_POLICY
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, is_iteration, read_metrics
 from ragr1_actors.training.batches import rollout_samples, take_histograms
 

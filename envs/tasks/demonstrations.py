@@ -1,6 +1,6 @@
-"""Scripted demonstrations over a world, for supervised fine-tuning before reinforcement learning.
+"""Demonstrations for supervised fine-tuning before reinforcement learning: scripts over a world, and a teacher's.
 
-A demonstration is a list of turns, written from the world's facts::
+A demonstration is a list of turns, such as one that is written from the world's facts::
 
     <think> find Silent River</think><search> Silent River</search>
     <think> found Ana Bell</think><search> Ana Bell</search>
@@ -9,21 +9,61 @@ A demonstration is a list of turns, written from the world's facts::
 Scripts run in the trajectory loop, against the same retriever as a policy, so the policy learns from the observations
 that it will get. Good and bad habits of searching are mixed, as in a small policy's first attempts. The demonstrations
 teach the format, copying, reading and comparing. Reinforcement learning finds out which habit is rewarded.
+
+A teacher is a larger model. Its file becomes turns of this project's grammar:
+
+=====================  ===============================================================================
+messages               ``{"messages": [{"role", "content"}, ...]}``; ``tool_calls`` and ShareGPT's
+                       ``{"conversations": [{"from", "value"}, ...]}`` too
+RAG-R1, LLaMA-Factory  ``{"instruction", "input", "output"}``; ``input`` holds the turns before ``output``
+=====================  ===============================================================================
+
+A file is a JSON list, or one object per line. The question is that of the key ``question``, or what follows "Question:"
+in the first message of the user, or all of that message. Gold answers and supporting passages are those of a task file;
+without gold answers the teacher's own counts. Other fields reach the environment as ``Task.meta``. What the teacher
+retrieved is left out: its searches are asked again when the demonstration is played.
+RAG-R1 cuts every trajectory into one record per turn; those that end with a search are the beginnings of another one.
+
+Other tags are written as ours::
+
+    <tool_call>{"name": "search", "arguments": {"query": "Ana Bell"}}</tool_call>      <search> Ana Bell</search>
+    <|begin_of_query|> Ana Bell <|end_of_query|>                                       <search> Ana Bell </search>
+
+For an environment that reads calls, the calls of a conversation stay calls, of any tool and with any arguments. They
+are written in the form of ``hermes``, which ``as_message`` reads; the turn without a call is the answer.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from envs.grammars.calls import GRAMMARS, parse_turn
-from envs.grammars.tags import Answer, Search, format_queries, parse_action, skip_thoughts
+from envs.grammars.calls import GRAMMARS, parse_turn, read_call
+from envs.grammars.tags import Action, Answer, Search, format_queries, parse_action, read_answer, skip_thoughts
 from envs.options import QueryFormat
 from envs.search import LAST_TURN_NOTICE, MALFORMED_NOTICE
+from envs.tasks.files import (
+    ANSWER_KEYS,
+    LoadedTasks,
+    Record,
+    TaskReport,
+    make_task,
+    meta_of,
+    question_key,
+    read_records,
+    supporting_ids,
+)
+from envs.tasks.formats import plain_fields
 from envs.tasks.world import YEARS, EntityKind, World
+from ragr1_actors.core.disk.data_files import FaultCounts
+from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import CallRequest, Message, Task
 from retrieval.base import SEARCH
 
@@ -191,3 +231,246 @@ def as_message(turn: str, query_format: QueryFormat) -> Message:
         case Answer(text):
             return Message("assistant", f"{turn[: skip_thoughts(turn)]} {text}")
     return Message("assistant", turn)
+
+
+_TAGS = {
+    "<|begin_of_query|>": "<search>",
+    "<|end_of_query|>": "</search>",
+    "<|begin_of_documents|>": "<information>",
+    "<|end_of_documents|>": "</information>",
+    "<tool_response>": "<information>",
+    "</tool_response>": "</information>",
+    "<result>": "<information>",
+    "</result>": "</information>",
+}
+"""Tags of R1-Searcher, Hermes and ReSearch, and ours."""
+_TEACHER = ("assistant", "gpt")
+_USER = ("user", "human")
+_CALL = "function_call"
+_READ_HERE = ("instruction", "input", "output", "messages", "conversations", "system", "tools")
+"""Fields of a record that do not go to ``Task.meta``, besides the fields of a task file."""
+# Each of these reads a text once: a file of other people may have one line of a gigabyte.
+_QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
+_FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
+_END_OF_TURN = re.compile(r"(?<=</search>)|(?<=</answer>)")
+
+
+def load_demonstrations(
+    path: str | Path, query_format: QueryFormat = "lines", *, keeps_calls: bool = False
+) -> tuple[LoadedTasks, Mapping[str, tuple[str, ...]]]:
+    """Read a file of demonstrations that end with an answer: their tasks, and their turns by task id.
+
+    Queries in ``<search>`` are read in ``query_format``; those of tool calls are written in it, unless ``keeps_calls``.
+
+    Raises:
+        DataError: as for a task file; or a record is not in one of the formats.
+    """
+    path = Path(path)
+    tasks: list[Task] = []
+    turns_of: dict[str, tuple[str, ...]] = {}
+    seen: set[tuple[str, ...]] = set()
+    faults = FaultCounts()
+    num_records = 0
+    for num_records, record in enumerate(read_records(path), start=1):
+        question, turns, last = _read(record, query_format, keeps_calls=keeps_calls)
+        gold = {key: record.fields[key] for key in ANSWER_KEYS if key in record.fields}
+        if not isinstance(last, Answer):  # the beginning of another demonstration, or an unfinished one
+            gold = {"answer": ""}
+        elif not gold:
+            gold = {"answer": last.text}
+        plain = plain_fields(record.fields, record.where)
+        evidence = supporting_ids(Record(plain, record.where))
+        meta = {name: value for name, value in meta_of(plain).items() if name not in _READ_HERE}
+        fields = {**meta, "question": question, **gold, "supporting_ids": list(evidence)}
+        task = make_task(Record(fields, record.where), path.stem, num_records - 1, whole=False)
+        place = record.where.removeprefix(f"{path}, ")
+        identity = (question_key(task.question), *turns)
+        if not identity[0]:
+            faults.add("num_empty_questions", place)
+        elif not task.golden_answers:
+            faults.add("num_empty_answers", place)
+        elif identity in seen:
+            faults.add("num_duplicates", place)
+        else:
+            seen.add(identity)
+            tasks.append(task)
+            turns_of[task.task_id] = turns
+    if not tasks:
+        raise DataError(f"{path}: none of {num_records} demonstrations has a question, an answer and an end")
+    report = TaskReport(path.name, num_records, len(tasks), shapes=(), places=faults.places, **faults.counts)
+    return LoadedTasks(tuple(tasks), report), turns_of
+
+
+def _read(
+    record: Record, query_format: QueryFormat, *, keeps_calls: bool
+) -> tuple[str, tuple[str, ...], Action | None]:
+    """Return the question, the teacher's turns, and the action of the last one."""
+    calling = _calling_turns(record) if keeps_calls and "output" not in record.fields else ()
+    asked, written = _dialogue(record, query_format, only_asked=bool(calling))
+    asked = _without_documents(_as_our_tags(asked, query_format, record.where, is_prompt=True))
+    question = record.fields.get("question")
+    if question is None:  # the last match: a prompt may have an example before it
+        found = max(_QUESTION.finditer(asked), key=lambda match: match.start(), default=None)
+        question, before = (found[1].rstrip(" \t"), asked[found.end() :]) if found else (asked, "")
+    else:
+        before = asked.partition(question)[2] if isinstance(question, str) and question else asked
+    earlier = _FIRST_TAG.search(before)
+    if calling:
+        return question, calling, None if _called(calling[-1], record.where) else read_answer(calling[-1])
+    text = _without_documents(_as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
+    turns = tuple(turn.strip() for turn in _END_OF_TURN.split(text)[:-1])
+    return question, turns, parse_action(turns[-1], query_format) if turns else None
+
+
+def _calling_turns(record: Record) -> tuple[str, ...]:
+    """Return the teacher's turns with calls in the form of ``hermes``; empty if there are no calls."""
+    turns: list[str] = []
+    is_open = False  # whether the message before belongs to the same turn
+    for message in _messages(record):
+        text = _as_hermes(message, record.where)
+        if text is not None:
+            turns[-1:] = [f"{turns[-1]}\n{text}"] if is_open else [*turns[-1:], text]
+        is_open = text is not None
+    num_calling = sum(_called(turn, record.where) for turn in turns)  # the sum checks every turn
+    return tuple(turns) if num_calling else ()
+
+
+def _as_hermes(message: Mapping[str, Any], where: str) -> str | None:
+    """Return the text that a message adds to a turn of the teacher; None if the teacher did not write it."""
+    role, content = message.get("role", message.get("from")), _content(message, where)
+    calls = [_parsed(content, where)] if role == _CALL else _calls(message, where)
+    if role not in (*_TEACHER, _CALL):
+        return None
+    thought = _content({"content": message.get("reasoning_content")}, where)
+    parts = [f"<think>\n{thought}\n</think>\n" if thought else "", content if role != _CALL else ""]
+    parts.append(GRAMMARS["hermes"].write([_request(call, where) for call in calls]))
+    return "\n".join(filter(None, parts))
+
+
+def _called(turn: str, where: str) -> bool:
+    parsed = parse_turn(turn, GRAMMARS["hermes"])
+    if parsed.problem:
+        raise DataError(f"{where}: got the turn {shortened(turn, 60)!r}: {parsed.problem}")
+    return bool(parsed.calls)
+
+
+def _request(call: Any, where: str) -> CallRequest:
+    called = call.get("function", call) if isinstance(call, dict) else call
+    if isinstance(called, dict) and isinstance(called.get("arguments"), str):  # OpenAI's messages hold JSON
+        called = {**called, "arguments": _parsed(called["arguments"], where)}
+    try:
+        return read_call(called, "arguments")
+    except ValueError as error:
+        raise DataError(f"{where}: got the tool call {shortened(str(call), 60)}: {error}") from error
+
+
+def _split_tags(text: str, tag: str) -> tuple[list[str], list[str]]:
+    """Return the texts outside a tag, ``[n + 1]``, and inside, ``[n]``; a tag that is not closed is text."""
+    outside, inside, position = [], [], 0
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    while (start := text.find(opening, position)) >= 0 and (end := text.find(closing, start)) >= 0:
+        outside.append(text[position:start])
+        inside.append(text[start + len(opening) : end])
+        position = end + len(closing)
+    return [*outside, text[position:]], inside
+
+
+def _without_documents(text: str) -> str:
+    """Remove the retrieved documents and the white space around them."""
+    first, *rest = _split_tags(text, "information")[0]
+    if not rest:
+        return text
+    *between, last = rest
+    return "".join([first.rstrip(), *(part.strip() for part in between), last.lstrip()])
+
+
+def _dialogue(record: Record, query_format: QueryFormat, *, only_asked: bool) -> tuple[str, str]:
+    """Return the first message of the user and, unless ``only_asked``, everything that the teacher wrote."""
+    fields = record.fields
+    if "output" in fields:
+        parts = [fields.get("instruction", ""), fields.get("input", ""), fields["output"]]
+        if all(isinstance(part, str) for part in parts):
+            return f"{parts[0]}\n{parts[1]}", parts[2]
+    asked, written = "", ""
+    for message in _messages(record):
+        role, content = message.get("role", message.get("from")), _content(message, record.where)
+        if role in _USER and not asked:
+            asked = content
+        elif only_asked:
+            continue
+        elif role == _CALL:
+            written += _searched(_parsed(content, record.where), query_format, record.where)
+        elif role in _TEACHER:
+            calls = _calls(message, record.where)
+            searches = [_searched(call.get("function", call), query_format, record.where) for call in calls]
+            written += content + "".join(searches)
+    return asked, written
+
+
+def _messages(record: Record) -> list[dict[str, Any]]:
+    fields = record.fields
+    messages = fields.get("messages", fields.get("conversations"))
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise DataError(
+            f"{record.where}: got {shortened(str(sorted(fields)), 60)}, expected messages [{{role, content}}, ...], or "
+            "the texts instruction, input and output"
+        )
+    return messages
+
+
+def _content(message: Mapping[str, Any], where: str) -> str:
+    content = message.get("content", message.get("value"))
+    content = "" if content is None else content
+    if not isinstance(content, str):
+        raise DataError(f"{where}: got a message of {type(content).__name__}, expected text")
+    return content
+
+
+def _calls(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise DataError(f"{where}: got tool_calls {shortened(str(calls), 60)}, expected objects")
+    return calls
+
+
+def _as_our_tags(text: str, query_format: QueryFormat, where: str, *, is_prompt: bool = False) -> str:
+    for theirs, ours in _TAGS.items():
+        text = text.replace(theirs, ours)
+
+    (first, *rest), calls = _split_tags(text, "tool_call")
+    written = [first]
+    for call, after in zip(calls, rest, strict=True):
+        if is_prompt and not _is_json(call):  # a prompt may say how a call is written
+            written += (f"<tool_call>{call}</tool_call>", after)
+        else:
+            written += (_searched(_parsed(call, where), query_format, where), after)
+    return "".join(written)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: got the tool call {shortened(text, 60)!r}, expected JSON ({error})") from error
+
+
+def _searched(call: Any, query_format: QueryFormat, where: str) -> str:
+    """Write a tool call with the argument ``query`` or ``queries`` in our tags."""
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if isinstance(arguments, str):  # OpenAI's messages hold the arguments as JSON
+        arguments = _parsed(arguments, where)
+    found = arguments.get("queries", arguments.get("query")) if isinstance(arguments, dict) else None
+    queries = [found] if isinstance(found, str) else found
+    if not isinstance(queries, list) or not queries or not all(isinstance(q, str) and q.strip() for q in queries):
+        raise DataError(f"{where}: got a tool call with {shortened(str(arguments), 60)}, expected query or queries")
+    try:
+        return f"<search> {format_queries(queries, query_format)}</search>"
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; choose another environment.options.query_format") from error

@@ -30,12 +30,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from envs.tasks.formats import READ_FIELDS, listed, plain_fields, read_aliases, shape_of, squad_questions, table_rows
+from envs.tasks.formats import (
+    READ_FIELDS,
+    listed,
+    plain_fields,
+    read_aliases,
+    search_rounds,
+    shape_of,
+    squad_questions,
+    table_rows,
+)
 from envs.tasks.paths import NamedTasks, TaskFile, shown, task_files
-from envs.tasks.rounds import search_rounds
 from ragr1_actors.core.answers import normalize_answer
-from ragr1_actors.core.disk.data_files import opened
-from ragr1_actors.core.disk.fault_report import MAX_PLACES, FaultCounts, described, described_faults
+from ragr1_actors.core.disk.data_files import MAX_PLACES, FaultCounts, described, described_faults, opened
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.types import Task
 

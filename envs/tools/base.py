@@ -272,10 +272,10 @@ def _with_null(value: Any) -> Any:
 
 TOOLS: dict[str, Any] = {
     "search": "envs.tools.search:SearchTool",
-    "open_page": "envs.tools.pages:OpenPageTool",
-    "read_section": "envs.tools.pages:ReadSectionTool",
-    "crop": "envs.tools.images:CropTool",
-    "zoom": "envs.tools.images:ZoomTool",
+    "open_page": "envs.tools.search:OpenPageTool",
+    "read_section": "envs.tools.search:ReadSectionTool",
+    "crop": "envs.tools.search:CropTool",
+    "zoom": "envs.tools.search:ZoomTool",
 }
 """Known names of ``environment.tools``; any other is a function or a class, ``my_module:my_tool``."""
 

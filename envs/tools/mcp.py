@@ -175,7 +175,7 @@ class McpClient:
             ServiceError: the server is not reached, does not answer in time, or ended.
         """
         session = self._session
-        if session is None or session.is_ending:
+        if session is None or session.closing.is_set():
             session = self._session = _Session(self._name, self.server)
         try:
             result = await session.call(tool, arguments)
@@ -212,17 +212,13 @@ class _Session:
         self._name, self._server, self._stderr = name, server, stderr
         self.tools: list[ToolSchema] = []
         self._client: Client | None = None
-        self._settled, self._closing = asyncio.Event(), asyncio.Event()
+        self._settled, self.closing = asyncio.Event(), asyncio.Event()
         self._problem = self._odd_output = self._status = ""
         self._answered_s = 0.0
         self._task = asyncio.create_task(self._run())
 
-    @property
-    def is_ending(self) -> bool:
-        return self._closing.is_set()
-
     def close(self) -> None:
-        self._closing.set()
+        self.closing.set()
 
     async def end(self) -> None:
         self.close()
@@ -268,7 +264,7 @@ class _Session:
                     await self._list(client)
                 self._client = client
                 self._settled.set()
-                await self._closing.wait()
+                await self.closing.wait()
         except Exception as error:  # a process boundary: an SDK that raises groups of exceptions
             self._problem = self._said(error)
         finally:

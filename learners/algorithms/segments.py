@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 import numpy as np
@@ -24,37 +24,24 @@ class SegmentCategory(StrEnum):
     """Search or other action after something was found."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Decision: its context, and the tokens that the model wrote."""
-
-    category: SegmentCategory
-    trajectory: Trajectory
-    """Trajectory that ends with the decision; only its tokens are MODEL, and tokens of earlier turns are PROMPT."""
-
-
-def segment(trajectory: Trajectory) -> list[Segment]:
-    """Cut a trajectory into one segment per turn; malformed turns are left out."""
-    segments: list[Segment] = []
+def decisions(trajectory: Trajectory) -> list[SegmentCategory]:
+    """Return the kind of decision of each turn; malformed turns are left out."""
+    found: list[SegmentCategory] = []
     has_evidence = False
-    for index, (turn, own) in enumerate(zip(trajectory.turns, trajectory.turn_positions, strict=True)):
-        if turn.action != MALFORMED and len(own):
-            cut = _taught(trajectory, [index], end=int(own[-1]) + 1)
-            cut = replace(cut, trajectory_id=f"{trajectory.trajectory_id}/turn{index}")
-            segments.append(Segment(_category(turn.action, has_evidence), cut))
+    for turn in trajectory.turns:
+        if turn.action != MALFORMED and turn.num_model_tokens:
+            found.append(_category(turn.action, has_evidence))
         has_evidence = has_evidence or any(call.records for call in turn.calls)
-    return segments
+    return found
 
 
 def without_malformed_turns(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with the tokens of malformed turns as PROMPT, or itself if it has none."""
-    decisions = [index for index, turn in enumerate(trajectory.turns) if turn.action != MALFORMED]
-    if len(decisions) == len(trajectory.turns):
-        return trajectory
-    return _taught(trajectory, decisions, end=trajectory.num_tokens)
+    chosen = [index for index, turn in enumerate(trajectory.turns) if turn.action != MALFORMED]
+    return trajectory if len(chosen) == len(trajectory.turns) else taught(trajectory, chosen, trajectory.num_tokens)
 
 
-def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
+def taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory:
     """Return the first ``end`` tokens; tokens of the chosen turns are MODEL, tokens of other turns are PROMPT.
 
     Rows without a chosen turn are left out.
@@ -65,8 +52,8 @@ def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajector
         kinds[positions[index]] = TokenKind.MODEL
     is_own = kinds == TokenKind.MODEL
     rows = [slice(row.start, min(row.stop, end)) for row in trajectory.rows if row.start < end]
-    taught = [row for row in rows if is_own[row].any()] or rows[:1]
-    kept = np.concatenate([np.arange(row.start, row.stop) for row in taught])
+    used = [row for row in rows if is_own[row].any()] or rows[:1]
+    kept = np.concatenate([np.arange(row.start, row.stop) for row in used])
     return replace(
         trajectory,
         token_ids=trajectory.token_ids[kept],
@@ -74,7 +61,7 @@ def _taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajector
         logprobs=np.where(is_own, trajectory.logprobs, np.float32(0))[kept],
         policy_versions=np.where(is_own, trajectory.policy_versions, np.int32(-1))[kept],
         turns=tuple(trajectory.turns[index] for index in turns),
-        row_lengths=tuple(row.stop - row.start for row in taught) if len(taught) > 1 else (),
+        row_lengths=tuple(row.stop - row.start for row in used) if len(used) > 1 else (),
     )
 
 

@@ -19,7 +19,7 @@ from ragr1_actors.core.types import Trajectory
 class SFTLearner(Learner):
     """Maximum likelihood of the MODEL tokens, with the same mask as in reinforcement learning.
 
-    RAG-R1 cuts each demonstration into segments and trains on the last turn of each (``segment``). Training on the
+    RAG-R1 cuts each demonstration into segments and trains on the last turn of each. Training on the
     whole trajectory with the MODEL mask has the same loss per token, and computes each context once instead of once per
     turn. Malformed turns are context in both.
     """

@@ -39,12 +39,10 @@ from ray.exceptions import (
 )
 from safetensors import SafetensorError
 
-from cluster.supervision.deaths import last_line
-from cluster.supervision.fleet import Fleet, Process, Pulse
+from cluster.supervision.fleet import Fleet, Process, Pulse, last_line
 from cluster.supervision.watchdog import show_life
 from learners.options import LEARNERS
-from learners.ranks.call_history import CallHistory
-from learners.ranks.step_clock import StepClock
+from learners.ranks.call_history import CallHistory, StepClock
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files
 from ragr1_actors.core.disk.files import ADAPTER_FOLDER, POLICY_FOLDER, is_no_room, sync_tree

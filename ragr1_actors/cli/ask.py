@@ -1,4 +1,4 @@
-"""Command ``ragr1 ask``: shows the text of the policy while the engine produces it."""
+"""Commands ``ragr1 ask`` and ``serve``: a trained policy answers a person, and any OpenAI client."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from rich.text import Text
 
 from ragr1_actors.cli import (
     START_AGAIN,
+    AllowHostOption,
     CheckpointArgument,
+    HostOption,
     JsonLinesOption,
+    PortOption,
+    TokenEnvOption,
     console,
     errors,
     print_error,
     print_json,
     printable,
 )
+from ragr1_actors.core.credentials import read_secret
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.process.imports import quick_imports
 from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports
@@ -161,3 +166,25 @@ def check_inputs(checkpoint: str) -> str:
         f"the policy is from the middle of SFT, step {done:,} of {num_steps:,}, and may not know the format yet; let "
         "the run go on"
     )
+
+
+def serve(
+    run: CheckpointArgument,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8000,
+    token_env: TokenEnvOption = "",
+    allow_host: AllowHostOption = None,
+) -> None:
+    """Serve a trained policy to OpenAI's clients: POST /v1/chat/completions. The run's tools run in this process."""
+    from cluster.http import check_token
+
+    token = read_secret("--token-env", token_env)
+    check_token(host, token)  # before the policy is loaded
+    if note := check_inputs(run):
+        print_error(f"note: {note}", "yellow")
+    with ended_during_imports(START_AGAIN), quick_imports():
+        from ragr1_actors.evaluation.serving import PolicyServer, load_policy, run_policy_server
+
+    with loading_policy():
+        policy = load_policy(run)
+    run_policy_server(PolicyServer(policy, host=host, port=port, token=token, allowed_hosts=allow_host or ()))

@@ -1,21 +1,88 @@
-"""``ragr1 chaos``: trains a recipe while its processes are killed and stopped and its files are damaged, and counts."""
+"""``ragr1 scale`` and ``chaos``: other sizes of the fleets of a live run, and faults in it, from another shell."""
 
 from __future__ import annotations
 
 import random
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ragr1_actors.cli import JsonOption, console, print_error, print_json, print_line
-from ragr1_actors.core.errors import RunDirectoryError, UserError
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import RunDirectoryError, UserError, advised
+
+if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.runs.run_directory import ScaleAnswer
+    from ragr1_actors.runs.storage.store import RunStore
+
+_LOOK_INTERVAL_S = 0.2
+SizeOption = Annotated[int | None, typer.Option(min=1, max=10_000, help="Replicas from now on.")]
+
+
+def scale(
+    run: Annotated[str, typer.Argument(help="The directory or URI of a run that is under way.")],
+    runners: SizeOption = None,
+    retrievers: SizeOption = None,
+    encoders: SizeOption = None,
+    auto: Annotated[bool, typer.Option("--auto", help="Let all fleets follow their load again.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", min=0, help="How long to wait for the run.")] = 120.0,
+) -> None:
+    """Change how many env runners, retrievers and encoders a live run has; the sizes hold until --auto."""
+    from ragr1_actors.runs.storage.store import find_store
+
+    sizes = {"runners": runners, "retrievers": retrievers, "encoders": encoders}
+    chosen = {name: size for name, size in sizes.items() if size is not None}
+    if bool(chosen) == auto:
+        raise UserError("got no size or --auto with one; give --runners, --retrievers or --encoders, or only --auto")
+    store = find_store(run)
+    check_under_way(store)
+    answer = give_order(store, {"sizes": chosen}, timeout_s)
+    if answer.is_refused:
+        raise UserError(f"the run refused: {answer.message}")
+    print_line(answer.message if auto else f"{answer.message}; until {advised('scale', str(store), '--auto')}")
+
+
+def check_under_way(store: RunStore) -> RunConfig:
+    """Return the configuration of a live run; raises ``UserError`` if there is no run, or it has ended."""
+    from ragr1_actors.runs.run_directory import open_run_directory
+
+    config = open_run_directory(store)
+    if (store.path / "report.json").exists():
+        raise UserError(f"{store} is finished; give a run that is under way")
+    return config
+
+
+def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
+    """Give a live run an order, a ``ScaleOrder`` without its id, and return the answer.
+
+    Raises:
+        UserError: the run does not answer in time; the order is then withdrawn.
+    """
+    from ragr1_actors.runs.run_directory import ScaleOrder, read_answer, withdraw_order, write_order
+
+    order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), **content})
+    write_order(store, order)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while (answer := read_answer(store)) is None or answer.order_id != order.order_id:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"no answer from the run in {store} within {timeout_s:g} s, and the order is withdrawn: it is not "
+                    "under way, still starts, or writes a checkpoint; try again when its progress line moves"
+                )
+            time.sleep(_LOOK_INTERVAL_S)
+    except BaseException:  # Ctrl-C too
+        withdraw_order(store, order.order_id)
+        raise
+    return answer
+
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
@@ -81,7 +148,7 @@ def _kinds(config: RunConfig) -> list[str]:
 
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
     """Order a live run to kill some of its actors; its driver and other runs are not affected."""
-    from ragr1_actors.cli.scale import check_under_way, give_order
+    from ragr1_actors.cli.chaos import check_under_way, give_order
     from ragr1_actors.lab.chaos import ANSWER_TIMEOUT_S, LOOK_INTERVAL_S
     from ragr1_actors.runs.storage.store import find_store
 

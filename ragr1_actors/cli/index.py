@@ -83,9 +83,9 @@ def build(
     from cluster.placement import session_with_room
     from cluster.placement_plan import Demand
     from retrieval.build import build_index, building_dir, index_info
-    from retrieval.corpora.pages import is_pages
     from retrieval.corpora.readers import read_passages
     from retrieval.encoders.embedding import Workers
+    from retrieval.images import is_pages
 
     if is_pages(corpus):
         return _build_pages(corpus, out, encoder, option, (index_type, num_shards, num_actors, device))

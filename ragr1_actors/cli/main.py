@@ -30,20 +30,16 @@ from ragr1_actors.cli import (
     doctor,
     evaluate,
     index,
-    plan,
     print_error,
     print_json,
     print_line,
     print_state,
-    rescore,
-    scale,
-    serve,
     simulate,
     submit,
     view,
 )
-from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, shortened
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, advised, shortened
+from ragr1_actors.core.process.imports import installed_version
 from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_imports, exit_status
 
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
@@ -110,12 +106,8 @@ app.add_typer(index.app, name="index")
 def _print_version(is_asked: bool) -> None:
     if not is_asked:
         return
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        print_line(version("ragr1-actors"))
-    except PackageNotFoundError:  # a checkout on the path, as in a submitted job
-        print_line(f"not installed: the code in {Path(__file__).parents[2]}")
+    checkout = f"not installed: the code in {Path(__file__).parents[2]}"  # on the path, as in a submitted job
+    print_line(installed_version("ragr1-actors") or checkout)
     raise typer.Exit
 
 
@@ -158,16 +150,15 @@ def train(
     """Train a policy: supervised fine-tuning to learn the format, then reinforcement learning to learn to search."""
     with ended_during_imports(START_AGAIN):
         from cluster.submit import stop_warning
-        from ragr1_actors.planning.gpus import check_gpus
-        from ragr1_actors.planning.preflight import check_names
-        from ragr1_actors.planning.services import check_services
+        from ragr1_actors.core.disk.files import INDEX, POLICY
+        from ragr1_actors.planning.fit import check_gpus
+        from ragr1_actors.planning.preflight import check_names, check_services
         from ragr1_actors.runs.run_directory import (
             holds_run,
             open_run_directory,
             refuse_last_release,
             removed_if_unused,
         )
-        from ragr1_actors.runs.storage.layout import INDEX, POLICY
         from ragr1_actors.runs.storage.store import find_store
         from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -176,7 +167,7 @@ def train(
     if (resume or auto_resume) and run_dir is None:
         option = "--resume" if resume else "--auto-resume"
         raise UserError(f"{option} needs --run-dir, the directory that the run printed when it started")
-    store = find_store(run_dir or _new_run_dir(recipe))
+    store = find_store(run_dir or f"runs/{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     if resume or (auto_resume and holds_run(store)):
         config = open_run_directory(store)
         if (store.path / "report.json").exists():
@@ -254,19 +245,19 @@ def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) ->
 
 
 for command in (
-    scale.scale,
-    plan.plan,
+    chaos.scale,
+    simulate.plan,
     simulate.simulate,
     submit.submit,
     evaluate.evaluate,
     ask.ask,
-    serve.serve,
+    ask.serve,
     evaluate.select,
     claims.recipes,
     claims.new,
     claims.claims,
     view.view,
-    rescore.rescore,
+    evaluate.rescore,
 ):
     app.command()(command)
 
@@ -455,10 +446,8 @@ def main() -> None:
 
 def _begin(config: RunConfig, store: RunStore) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
-    from ragr1_actors.planning.gpus import check_gpus
-    from ragr1_actors.planning.micro_batch import fit_micro_batch
-    from ragr1_actors.planning.preflight import check_names, check_room
-    from ragr1_actors.planning.services import check_services
+    from ragr1_actors.planning.fit import check_gpus
+    from ragr1_actors.planning.preflight import check_names, check_room, check_services, fit_micro_batch
     from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 
     config = with_newest_policy(config)
@@ -485,7 +474,3 @@ def _run(
     report = run.execute()
     run.describe_end(report)
     return report
-
-
-def _new_run_dir(name: str) -> str:
-    return f"runs/{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -14,10 +14,9 @@ from rich.text import Text
 
 from ragr1_actors.cli import console, print_error, print_line
 from ragr1_actors.core.credentials import refuse_credentials
-from ragr1_actors.core.errors import UserError
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import UserError, advised
 from ragr1_actors.core.process.interrupts import TerminationError
-from ragr1_actors.runs.telemetry.progress import is_progress
+from ragr1_actors.core.process.progress_bar import is_progress
 
 if TYPE_CHECKING:
     from cluster.submit import Job, JobClient

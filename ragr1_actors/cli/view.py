@@ -29,7 +29,7 @@ def view(
     from cluster.session.leftovers import scratch_folder
     from cluster.storage import is_uri
     from ragr1_actors.core.schema import TRAJECTORIES
-    from ragr1_actors.pages.viewer.index import PARTS, Index
+    from ragr1_actors.pages.viewer.parts import PARTS, Index
     from ragr1_actors.pages.viewer.server import ViewServer
     from ragr1_actors.runs.run_directory import open_run_directory
     from ragr1_actors.runs.storage.store import find_store
@@ -47,11 +47,10 @@ def view(
 
 def tokenizer_folders(store: RunStore, model: str) -> Iterator[Path]:
     """Yield the folders of a run that may hold its tokenizer; ``model`` is its ``policy.model``."""
-    from ragr1_actors.core.disk.files import POLICY_FOLDER
+    from ragr1_actors.core.disk.files import POLICY, POLICY_FOLDER, SFT_POLICY
     from ragr1_actors.core.disk.folders import on_this_node, part_of
     from ragr1_actors.core.resolve import TINY, path_of
     from ragr1_actors.runs.checkpoint import Checkpoints
-    from ragr1_actors.runs.storage.layout import POLICY, SFT_POLICY
 
     yield from (store.bring(POLICY), store.bring(SFT_POLICY))
     if (folder := path_of(model, *TINY)) is not None:

@@ -1,4 +1,4 @@
-"""Exceptions that the project raises on purpose, and the words that their messages share.
+"""Exceptions that the project raises on purpose, with the words and commands that their messages share.
 
 All of them pickle (Ray sends them between processes): they take one message and keep no other state.
 """
@@ -6,7 +6,11 @@ All of them pickle (Ray sends them between processes): they take one message and
 from __future__ import annotations
 
 import difflib
+import shlex
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class RagR1Error(Exception):
@@ -95,3 +99,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else f"; expected one of: {', '.join(known)}"
+
+
+def command_name() -> str:
+    """Return the command by which this shell finds the running program: ``ragr1``, or ``.venv/bin/ragr1``."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "ragr1" and shutil.which("ragr1") is None else "ragr1"
+
+
+def advised(*words: str) -> str:
+    """Return a command with its words quoted: ``advised("ask", "runs/a", "Where?") == "ragr1 ask runs/a 'Where?'"``."""
+    return shlex.join([command_name(), *words])

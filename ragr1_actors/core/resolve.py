@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import traceback
@@ -520,3 +521,37 @@ def part_options(part: Any, options: Mapping[str, Any], key: str, options_key: s
         )
     found: Section = reader.read(options, options_key)
     return found
+
+
+def recipe_methods() -> dict[str, str]:
+    """Return the method of every recipe, or "": ``{"rank_r1_7b": "rank_r1", "hotpotqa_small": ""}``."""
+    folders = {name: file.parent for name, file in recipe_files().items()}
+    return {name: "" if folder == RECIPES else folder.name for name, folder in folders.items()}
+
+
+def method_recipes() -> dict[str, list[str]]:
+    """Return the recipes of every method by its name: ``{"rank_r1": ["rank_r1", "rank_r1_7b"]}``."""
+    found: dict[str, list[str]] = {}
+    for name, method in recipe_methods().items():
+        if method:
+            found.setdefault(method, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def copy_method(method: str, folder: Path) -> list[Path]:
+    """Copy the recipes, the Python and the claim of a method to a new folder, and return its recipes.
+
+    Raises:
+        ConfigError: there is no such method, or the folder is not empty or cannot be written.
+    """
+    known = method_recipes()
+    if method not in known:
+        raise ConfigError(f"unknown method {method!r}{nearest(method, known)}; see: ragr1 recipes")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty; name a new folder")
+    ignored = shutil.ignore_patterns("__init__.py", "__pycache__")
+    try:
+        shutil.copytree(RECIPES / method, folder, ignore=ignored, dirs_exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {one_line(error)}; name another folder") from error
+    return [folder / f"{name}.yaml" for name in known[method]]

@@ -17,8 +17,8 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.types import Task, Trajectory, Turn
 from ragr1_actors.evaluation.evaluated_policy import index_of, sampler_config
-from ragr1_actors.planning.gpus import check_gpus
-from ragr1_actors.planning.services import check_services
+from ragr1_actors.planning.fit import check_gpus
+from ragr1_actors.planning.preflight import check_services
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.recorder import Watch

@@ -23,11 +23,11 @@ from cluster.storage import is_uri
 from envs.base import search_options
 from envs.tasks.paths import NamedTasks
 from ragr1_actors.core.config import EncoderActors, EndpointSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.disk.files import INDEX
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
 from ragr1_actors.core.resolve import Sections, override, read_recipe, resolve, split_assignment
 from ragr1_actors.evaluation.baselines import DIRECT_PROMPT, RAG_PROMPT
 from ragr1_actors.runs.run_directory import CONFIG_FILE, find_checkpoint, open_run_directory, run_of_policy
-from ragr1_actors.runs.storage.layout import INDEX
 from ragr1_actors.runs.storage.store import RunStore
 from retrieval.base import needs_index
 

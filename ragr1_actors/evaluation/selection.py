@@ -24,7 +24,7 @@ from cluster.storage import share
 from envs.tasks.files import read_files
 from envs.tasks.paths import NamedTasks, shown, task_files
 from ragr1_actors.core.config import SamplerConfig
-from ragr1_actors.core.disk.files import write_file
+from ragr1_actors.core.disk.files import INDEX, write_file
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.process.progress_bar import Shown, unseen
 from ragr1_actors.core.resolve import (
@@ -38,14 +38,12 @@ from ragr1_actors.core.resolve import (
 )
 from ragr1_actors.core.types import Task
 from ragr1_actors.evaluation.evaluated_policy import sampler_config
-from ragr1_actors.planning.gpus import check_gpus
-from ragr1_actors.planning.preflight import check_sampler
+from ragr1_actors.planning.fit import check_gpus
+from ragr1_actors.planning.preflight import check_sampler, check_services
 from ragr1_actors.planning.prepare import prepare_index, prepare_policy
-from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets, describe_loading, session_for
 from ragr1_actors.runs.run_directory import find_checkpoint, open_run_directory, with_newest_policy
-from ragr1_actors.runs.storage.layout import INDEX
 
 logger = logging.getLogger(__name__)
 _TAKEN_AS = {

@@ -156,14 +156,8 @@ class Victim:
         """Return the running processes of a kind, without those that this command has stopped."""
         if kind == DRIVER:
             return [] if self.has_ended else [self.driver]
-        found = []
-        for process in self.driver.children(recursive=True):
-            if self._title(process).startswith(f"ray::{ACTORS[kind]}"):
-                found.append(process)
-        return found
-
-    def _titles(self, kind: str) -> list[str]:
-        return [self._title(process) for process in self.find(kind)]
+        everything, start = self.driver.children(recursive=True), f"ray::{ACTORS[kind]}"
+        return [process for process in everything if self._title(process).startswith(start)]
 
     @staticmethod
     def _title(process: psutil.Process) -> str:
@@ -207,7 +201,7 @@ class Victim:
         most = len(self.rows()) + 2
         while not self.has_ended and len(self.rows()) < most:
             for _ in range(round(LOOK_INTERVAL_S / _SHORT_INTERVAL_S)):
-                if any("update" in title for title in self._titles("learner")):
+                if any("update" in self._title(process) for process in self.find("learner")):
                     return
                 time.sleep(_SHORT_INTERVAL_S)
 
@@ -412,7 +406,7 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
     The folders are the newest checkpoint, ``policy_sft`` and ``index``, with equal probability, as are the files of
     one. Files that no run reads again are not chosen: logs, curves, reports and the cache of the viewer.
     """
-    from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
+    from ragr1_actors.core.disk.files import INDEX, SFT_POLICY
 
     folders = [newest_checkpoint(run_dir), run_dir / SFT_POLICY, run_dir / INDEX]
     files = [_files(folder) for folder in folders if folder is not None and folder.is_dir()]
@@ -428,7 +422,7 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the folder of the newest whole checkpoint."""
-    from ragr1_actors.runs.storage.layout import CHECKPOINTS
+    from ragr1_actors.core.disk.files import CHECKPOINTS
 
     steps = {int(found[1]): path for path in (run_dir / CHECKPOINTS).glob("*") if (found := _STEP.fullmatch(path.name))}
     return steps[max(steps)] if steps else None

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 
 from envs.base import search_options
-from envs.sources import is_source
+from envs.sources import TaskSources, is_source, open_source, shown_names
 from learners.deepspeed.memory import (
     CUDA_CONTEXT_BYTES,
     ELEMENT_BYTES,
@@ -31,18 +31,17 @@ from learners.deepspeed.memory import (
     rank_memory,
     trained_parameters,
 )
-from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.resolve import STATIC
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
-from ragr1_actors.planning.corpus import corpus_of
-from ragr1_actors.planning.gpus import num_gpus_here, reserved_gpus
+from ragr1_actors.planning.fit import find_remedy, num_gpus_here, place_changes, reserved_gpus, search_changes
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
-from ragr1_actors.planning.remedies import find_remedy, place_changes, search_changes
 from ragr1_actors.planning.tiny_policy import policy_maker
-from retrieval.base import needs_index
+from retrieval.base import Passage, needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
+from retrieval.corpora.readers import read_passages
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
 from retrieval.local import encoder_of
 
@@ -311,10 +310,6 @@ class _Run:
         return max(1, self.config.learners.num_learners)
 
     @property
-    def num_retriever_actors(self) -> int:
-        return max(1, self.config.retrieval.num_retrievers) * self.config.retrieval.num_shards
-
-    @property
     def searches_on_gpu(self) -> bool:
         return self.config.retrieval.num_gpus_per_retriever > 0
 
@@ -390,7 +385,8 @@ class _Run:
 
     def _host_parts(self) -> Parts:
         retrieval, machines = self.config.retrieval, self.machine.num_machines
-        num_actors = self.num_runners + self.num_ranks + self.num_retriever_actors + retrieval.encoders.num_encoders
+        num_retrievers = max(1, retrieval.num_retrievers) * retrieval.num_shards
+        num_actors = self.num_runners + self.num_ranks + num_retrievers + retrieval.encoders.num_encoders
         ranks = ceil(self.num_ranks / machines)
         parts = {
             "driver and Ray": _DRIVER_BYTES,
@@ -572,3 +568,21 @@ def _search_remedy(times: Times, run: _Run) -> str:
         if times.problem
         else ""
     )
+
+
+def corpus_of(config: SamplerConfig) -> Iterable[Passage]:
+    """Return the passages that ``retrieval.corpus`` names; ``UserError`` if there are none, or they cannot be read."""
+    named, environment = config.retrieval.corpus, config.environment
+    if named and not is_source(named):
+        return read_passages(named)
+    sources = TaskSources.open(environment.tasks, environment)
+    if named:
+        source = sources.by_name.get(named)
+        return (source or open_source(named, environment, {})).passages()
+    passages = sources.passages()
+    if not passages:
+        raise ConfigError(
+            f"retrieval.corpus: got nothing, and {shown_names(environment.tasks)} has no passages; name a corpus file, "
+            "or retrieval.index=FOLDER of an index that is built"
+        )
+    return passages

@@ -1,7 +1,11 @@
-"""Checks before a run directory is made: names in a configuration, the files that it reads, and the needed room."""
+"""Checks before a run directory is made: names in a configuration, files that it reads, services, and the room.
+
+Without ``learners.micro_batch_tokens`` a row gets the largest budget of tokens for which there is room.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,10 +23,19 @@ from envs.checker import Check, problem_of, stand_in_context
 from envs.measures import MEASURES, REWARDS, Reward
 from envs.options import ToolOptions
 from envs.sources import SOURCES, TaskSources, TeacherSource, is_source
-from envs.tasks.curriculum import CURRICULA, Curriculum, all_skipped, checked_order, checked_skip, make_curriculum
-from envs.tasks.task_stats import Stats, TaskStats
+from envs.tasks.curriculum import (
+    CURRICULA,
+    Curriculum,
+    Stats,
+    TaskStats,
+    all_skipped,
+    checked_order,
+    checked_skip,
+    make_curriculum,
+)
 from envs.tools.base import check_retriever, make_tools
 from envs.tools.env import ToolEnv
+from envs.tools.mcp import all_tools, list_tools
 from learners.options import LEARNERS, learner_options
 from ragr1_actors.core.config import (
     RETRIEVAL_TYPES,
@@ -34,21 +47,22 @@ from ragr1_actors.core.config import (
     TaskNames,
 )
 from ragr1_actors.core.disk.json_files import read_json
-from ragr1_actors.core.errors import ConfigError, UserError, nearest
-from ragr1_actors.core.models.model_code import check_code
-from ragr1_actors.core.models.model_files import check_files, load_model
+from ragr1_actors.core.errors import ConfigError, UserError, nearest, one_line
+from ragr1_actors.core.models.model_files import check_code, check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.planning.corpus import corpus_of
-from ragr1_actors.planning.plan import count_passages, make_plan, this_machine
+from ragr1_actors.planning.fit import reserved_gpus
+from ragr1_actors.planning.plan import Machine, corpus_of, count_passages, learner_fits, make_plan, this_machine
 from ragr1_actors.planning.tiny_policy import POLICIES, policy_maker
 from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
-from ragr1_actors.rollout.engines.chat_client import open_models
+from ragr1_actors.rollout.engines.chat_client import ChatClient, open_models
 from ragr1_actors.rollout.gateway.agents import check_agent
 from ragr1_actors.rollout.groups import STRATEGIES, RolloutStrategy, make_strategy
-from retrieval.base import RETRIEVERS, SHARED_KEYS, needs_index
-from retrieval.local import named_index, retriever_class
+from ragr1_actors.runs.run_directory import stored_tools
+from ragr1_actors.runs.storage.store import RunStore
+from retrieval.base import RETRIEVERS, SHARED_KEYS, ProbedRetriever, needs_index
+from retrieval.local import named_index, open_retriever, retriever_class
 
 logger = logging.getLogger(__name__)
 _ENGINE_METHODS = ("generate", "release", "update_weights", "check", "close")
@@ -413,3 +427,92 @@ def _at(written: Any) -> str:
     """Return the place of a user's class or function, as the end of a message."""
     place = place_of(written)
     return place and f" ({place})"
+
+
+C = TypeVar("C", bound=SamplerConfig)
+
+
+def check_services(config: C, store: RunStore | None = None) -> C:
+    """Ask each model of ``environment.models`` at an endpoint a question, and let the retriever ask its service one.
+
+    The retriever does so if it is a ``ProbedRetriever``. Each server of ``environment.mcp`` is asked for its tools. The
+    returned configuration has these tools, or the tools at the start of the run in ``store``.
+
+    Raises:
+        ConfigError: a service does not answer; the message has its address and the error.
+    """
+    for model in open_models(config.environment.models).values():
+        if isinstance(model, ChatClient):
+            asyncio.run(model.probe())
+    _check_retriever(config)
+    return _with_tools(config, store) if config.environment.mcp else config
+
+
+def _with_tools(config: C, store: RunStore | None) -> C:
+    stored, servers = {} if store is None else stored_tools(store), {}
+    for name, server in config.environment.mcp.items():
+        known = stored.get(name)
+        listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))
+        servers[name] = server.with_tools(listed if known is None else known)
+    environment = config.environment.model_copy(update={"mcp": servers})
+    all_tools(environment, stand_in_context(environment), ToolOptions())  # raises if two have the same name
+    return config.model_copy(update={"environment": environment})
+
+
+def _check_retriever(config: SamplerConfig) -> None:
+    retrieval = config.retrieval
+    if needs_index(retrieval.type):
+        return
+    found: object = load_object(retrieval.type, RETRIEVERS)
+    if not isinstance(found, type) or not issubclass(found, ProbedRetriever):
+        return
+    try:
+        retriever = open_retriever(None, retrieval)
+        assert isinstance(retriever, ProbedRetriever)
+        asyncio.run(retriever.probe())
+    except UserError:
+        raise
+    except Exception as error:  # a user's retriever may raise anything
+        raise ConfigError(
+            f"retrieval.type={retrieval.type}: {one_line(error)}; start the service, or correct retrieval.options"
+        ) from error
+
+
+SIZES = (16384, 8192, 4096, 2048, 1024)
+"""Candidates in tokens. Larger rows are not faster: the matrices are large enough from about 4,096 tokens on."""
+
+
+def fit_micro_batch(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Return ``choose_micro_batch`` for this machine, or ``config`` itself if there is no choice.
+
+    There is no choice on a cluster, or if the sizes of a model are unknown, which ``check_room`` reports.
+    """
+    machine = this_machine(run_dir)
+    if config.learners.micro_batch_tokens is not None or reserved_gpus(config) > machine.num_gpus:
+        return config
+    try:
+        return choose_micro_batch(config, machine, count_passages(config))
+    except ConfigError:
+        return config
+
+
+def choose_micro_batch(config: RunConfig, machine: Machine, num_passages: int) -> RunConfig:
+    """Return the configuration with ``learners.micro_batch_tokens`` set: the largest of ``SIZES`` that fits.
+
+    A row shorter than the longest trajectory saves nothing, since that one gets a row alone. If nothing fits, the
+    smallest is taken, and the plan reports which memory is too small.
+
+    Raises:
+        ConfigError: the sizes of the policy or of the encoder are not known.
+    """
+    if config.learners.micro_batch_tokens is not None:
+        return config
+    longest = config.env_runners.max_context_tokens
+    sizes = sorted({max(size, longest) for size in SIZES}, reverse=True)
+    tried = [_with_tokens(config, size) for size in sizes]
+    return next((one for one in tried if learner_fits(one, machine, num_passages)), tried[-1])
+
+
+def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
+    learners = config.learners.model_copy(update={"micro_batch_tokens": tokens})
+    return config.model_copy(update={"learners": learners})

@@ -24,20 +24,19 @@ from envs.search import SearchEnv, search_prompt
 from envs.sources import TaskSources, TeacherSource, shown_names
 from envs.tasks.curriculum import check_first_epoch, make_curriculum
 from envs.tasks.files import overlap, without_overlap
-from learners.algorithms.segments import segment
+from learners.algorithms.segments import decisions
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.disk.digests import write_list
-from ragr1_actors.core.disk.files import POLICY_FILES, write_folder
+from ragr1_actors.core.disk.files import POLICY, POLICY_FILES, write_folder
 from ragr1_actors.core.disk.folders import on_this_node
 from ragr1_actors.core.errors import DataError, FleetError
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup
-from ragr1_actors.planning.corpus import corpus_of
+from ragr1_actors.planning.plan import corpus_of
 from ragr1_actors.planning.tiny_policy import policy_maker
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.rollout.runners.stored_groups import StoredGroups
 from ragr1_actors.runs.run_directory import run_of_policy
-from ragr1_actors.runs.storage.layout import POLICY
 from retrieval.base import needs_index
 from retrieval.build import build_index
 from retrieval.corpora.corpus import Corpus
@@ -327,10 +326,10 @@ def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[lis
     num_failed = 0
     for group in groups:
         whole = [trajectory for trajectory in group.trajectories if not trajectory.stop_reason.is_failure]
-        segments = [found for trajectory in whole for found in segment(trajectory)]
-        num_failed += not segments
-        if segments and (not only_correct or all(exact_match(t.answer, t.task.golden_answers) for t in whole)):
-            num_decisions.update(found.category.value for found in segments)
+        made = [found for trajectory in whole for found in decisions(trajectory)]
+        num_failed += not made
+        if made and (not only_correct or all(exact_match(t.answer, t.task.golden_answers) for t in whole)):
+            num_decisions.update(found.value for found in made)
             kept.append(group)
     if num_failed:
         reason = _why_failed([trajectory for group in groups for trajectory in group.trajectories])

@@ -1,4 +1,4 @@
-"""Makes a tiny random policy: an ordinary Hugging Face folder, without a model hub.
+"""Makes tiny random policies, of text or with images: ordinary Hugging Face folders, without a model hub.
 
 The tokenizer is byte-level: common words of the given texts are single tokens, and any other text falls back to bytes,
 so that no text is lost or unknown.
@@ -10,17 +10,19 @@ the saved one. So the words are added tokens, space included, which load as they
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from ragr1_actors.core.config import PolicySettings
-from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.core.resolve import load_object
+from ragr1_actors.core.models.model_shape import ModelShape, vision_tower
+from ragr1_actors.core.models.vision import FAMILIES
 from ragr1_actors.core.section import Section
 
 _TAG_NAMES = ("think", "search", "information", "answer")
@@ -82,21 +84,6 @@ class TinyPolicy(Section):
         )
 
 
-POLICIES: dict[str, type[TinyPolicy] | str] = {
-    "tiny": TinyPolicy,
-    "tiny_vision": "ragr1_actors.planning.tiny_vision:TinyVisionPolicy",
-}
-"""Known words in ``policy.model``, for policies that are made in the run directory; others are folders or hub names."""
-
-
-def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
-    """Return the maker of the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
-    if policy.model not in POLICIES:
-        return None
-    maker: type[TinyPolicy] = load_object(policy.model, POLICIES)
-    return maker.read(policy.options, "policy.options")
-
-
 def make_tiny_policy(
     directory: Path,
     texts: Iterable[str],
@@ -113,34 +100,49 @@ def make_tiny_policy(
     The commonest words of ``texts`` become tokens, ``vocab_size`` at most. The feed-forward layers are twice as wide as
     ``hidden_size``. ``num_heads`` is for queries, keys and values. ``max_position_embeddings`` is in tokens.
     """
-    import torch
-    from safetensors.torch import save_file
-
     from ragr1_actors.core.models.huggingface import Qwen2Config, Qwen2ForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab_size)
     tokenizer.save_pretrained(directory)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        intermediate_size=2 * hidden_size,
-        max_position_embeddings=max_position_embeddings,
+        **_text_settings(tokenizer, hidden_size, num_layers, num_heads, max_position_embeddings),
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
-        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    config.architectures, config.dtype = [Qwen2ForCausalLM.__name__], torch.float32
+    _write_model(directory, seed, lambda: Qwen2ForCausalLM(config))
+
+
+def _text_settings(
+    tokenizer: Any, hidden_size: int, num_layers: int, num_heads: int, max_position_embeddings: int
+) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "intermediate_size": 2 * hidden_size,
+        "max_position_embeddings": max_position_embeddings,
+        "initializer_range": INITIALIZER_RANGE,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _write_model(directory: Path, seed: int, make: Callable[[], Any]) -> None:
+    """Write a model with random weights, like ``save_pretrained`` without its import of DeepSpeed.
+
+    That takes seconds, and warns without a GPU.
+    """
+    import torch
+    from safetensors.torch import save_file
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
-    # like save_pretrained, but without importing DeepSpeed, which takes seconds and warns without a GPU
+        model = make().float()
+    model.config.architectures, model.config.dtype = [type(model).__name__], torch.float32
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(directory)
@@ -187,3 +189,136 @@ def _commonest_words(texts: Iterable[str], splitter: Any, count: int) -> list[st
             frequencies.update(piece[start:end] for _, (start, end) in splitter.pre_tokenize_str(piece))
     ranked = sorted(frequencies.items(), key=lambda item: (-item[1], item[0]))
     return [word for word, _ in ranked if len(word.encode()) > 1][:count]
+
+
+_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+MERGE_SIZE = 2
+"""Number of patches of a placeholder, in each direction."""
+
+
+class TinyVisionPolicy(TinyPolicy):
+    """Maker of ``policy.model: tiny_vision``, with ``policy.options``: the sizes of ``tiny``, and those of images."""
+
+    family: Literal["qwen2_5_vl", "qwen3_vl"] = "qwen2_5_vl"
+    """Type of transformers whose shape the policy has."""
+    vision_layers: int = Field(2, ge=1)
+    """Number of layers of the vision tower, which is as wide as the text model."""
+    patch_size: int = Field(4, ge=2)
+    """Side of a patch in pixels; a placeholder is two patches wide and high."""
+    max_image_tokens: int = Field(64, ge=1)
+    """Number of placeholders to which a larger image is reduced."""
+
+    @field_validator("num_heads")
+    @classmethod
+    def _divides_both_axes(cls, num_heads: int, info: ValidationInfo) -> int:
+        width = info.data.get("hidden_size", 4 * num_heads)  # missing if it was refused itself
+        if width % (4 * num_heads):
+            fitting = (width // (4 * num_heads) + 1) * 4 * num_heads
+            problem = f"hidden_size is {width}, expected a multiple of four times the heads, such as {fitting}"
+            raise ValueError(f"{problem}: places in an image have two axes, of pairs of numbers")
+        return num_heads
+
+    @property
+    def shape(self) -> ModelShape:
+        """Sizes of the policy, for ``ragr1 plan``."""
+        vision = _vision_settings(self.family, self.hidden_size, self.vision_layers, self.num_heads, self.patch_size)
+        text = super().shape
+        if self.family == "qwen3_vl":
+            text = replace(text, has_qkv_bias=False, has_qk_norm=True)
+        return replace(text, vision=vision_tower(self.family, vision))
+
+    def write(self, directory: Path, texts: Iterable[str], *, seed: int, max_position_embeddings: int) -> None:
+        """Write the folder of the policy, whose vocabulary has the commonest words of ``texts``."""
+        make_tiny_vision_policy(
+            directory, texts, seed=seed, **self.model_dump(), max_position_embeddings=max_position_embeddings
+        )
+
+
+def make_tiny_vision_policy(
+    directory: Path,
+    texts: Iterable[str],
+    *,
+    seed: int,
+    family: str = FAMILIES[0],
+    vocab_size: int = 512,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    vision_layers: int = 2,
+    patch_size: int = 4,
+    max_image_tokens: int = 64,
+    max_position_embeddings: int = 1024,
+) -> None:
+    """Write tokenizer, image settings and weights to ``directory``; the arguments are those of ``make_tiny_policy``.
+
+    The vision tower is as wide as the text model. ``patch_size`` is in pixels; an image with more placeholders than
+    ``max_image_tokens`` is reduced.
+    """
+    from tokenizers import AddedToken
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, vocab_size - len(_TOKENS))
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in _TOKENS.values()])
+    tokenizer.save_pretrained(directory)
+    head_dim = hidden_size // num_heads
+    sixth = head_dim // 6  # half of a head's dimensions are frequencies, shared by time, height and width
+    rope = {
+        "rope_type": "default",
+        "rope_theta": ROPE_THETA,
+        "mrope_section": [head_dim // 2 - 2 * sixth, sixth, sixth],
+    }
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True  # vLLM reads it; transformers takes it for granted
+    text = _text_settings(tokenizer, hidden_size, num_layers, num_heads, max_position_embeddings)
+    config = AutoConfig.for_model(
+        family,
+        text_config=text | {"head_dim": head_dim, "rope_parameters": rope},
+        vision_config=_vision_settings(family, hidden_size, vision_layers, num_heads, patch_size),
+        tie_word_embeddings=True,
+        **{key: tokenizer.convert_tokens_to_ids(name) for key, name in _TOKENS.items()},
+    )
+    _write_model(directory, seed, lambda: AutoModelForImageTextToText.from_config(config))
+    side = (patch_size * MERGE_SIZE) ** 2
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "size": {"shortest_edge": side, "longest_edge": max_image_tokens * side},
+        "patch_size": patch_size,
+        "merge_size": MERGE_SIZE,
+        "temporal_patch_size": 2,
+        "image_mean": OPENAI_CLIP_MEAN,  # Qwen2.5-VL's, and the defaults; vLLM reads them here
+        "image_std": OPENAI_CLIP_STD,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+def _vision_settings(family: str, hidden_size: int, num_layers: int, num_heads: int, patch_size: int) -> dict[str, Any]:
+    settings = {
+        "depth": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_heads": num_heads,
+        "out_hidden_size": hidden_size,
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": MERGE_SIZE,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    if family == "qwen3_vl":
+        return settings | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    return settings | {"window_size": 8 * patch_size * MERGE_SIZE, "fullatt_block_indexes": [*range(num_layers)]}
+
+
+POLICIES: dict[str, type[TinyPolicy]] = {"tiny": TinyPolicy, "tiny_vision": TinyVisionPolicy}
+"""Known words in ``policy.model``, for policies that are made in the run directory; others are folders or hub names."""
+
+
+def policy_maker(policy: PolicySettings) -> TinyPolicy | None:
+    """Return the maker of the policy; None if ``policy.model`` is a folder or hub name. ``ConfigError``: an option."""
+    maker = POLICIES.get(policy.model)
+    return None if maker is None else maker.read(policy.options, "policy.options")

@@ -1,6 +1,6 @@
 """EnvRunner: one engine and its concurrent trajectories.
 
-It is plain asyncio, runs in any process and needs no Ray; ``rollout.env_runner_actor`` has the Ray actor around it.
+It is plain asyncio, runs in any process and needs no Ray; ``runners.env_runner_group`` has the Ray actor around it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
       best -> step_10     only with checkpointing.best_metric; a link, so that best/policy is an ordinary folder
       .writing_step_30/   being written, or left by a crash; never read, removed before the next one is written
 
-After SFT a run also needs ``policy_sft``, beside ``checkpoints``. At a URI they are objects, see ``whole_folders.py``.
+After SFT a run also needs ``policy_sft``, beside ``checkpoints``. At a URI they are objects, see ``storage/store.py``.
 Nothing is pickled: loading a checkpoint from another source cannot run code.
 """
 
@@ -34,16 +34,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError
 
 from ragr1_actors.core.disk.digests import LIST_FILE, Digests, digest_files, write_list
-from ragr1_actors.core.disk.files import error_number, is_no_room
+from ragr1_actors.core.disk.files import CHECKPOINTS, error_number, is_no_room
 from ragr1_actors.core.disk.folders import AnyFolder, FolderWriter, compared, part_of
 from ragr1_actors.core.disk.json_files import read_json_as, validated, write_json
 from ragr1_actors.core.disk.learner_state import LEARNER_PREFIX
 from ragr1_actors.core.errors import DataError, UserError
 from ragr1_actors.core.types import FailedTask
 from ragr1_actors.runs.report import StageReport, TaskCounts
-from ragr1_actors.runs.storage.layout import CHECKPOINTS
 from ragr1_actors.runs.storage.store import RunStore
-from ragr1_actors.runs.telemetry.alarms import GuardState
+from ragr1_actors.runs.telemetry.events import GuardState
 
 if TYPE_CHECKING:  # imports Ray
     from learners.ranks.learner_group import LearnerGroup
@@ -83,7 +82,7 @@ class TaskLedgerState(_Stored):
     a finished group. A resumed run samples them again."""
     counts: TaskCounts
     stats: str
-    """Stats of the tasks, packed by ``pack_stats`` of ``envs/tasks/task_stats.py``."""
+    """Stats of the tasks, packed by ``pack_stats`` of ``envs/tasks/curriculum.py``."""
     failed_tasks: list[FailedTask]
 
 

@@ -14,12 +14,9 @@ from rich.table import Table
 
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.disk.json_files import read_json_as, write_json
-from ragr1_actors.core.errors import DataError, RunDirectoryError
-from ragr1_actors.core.process.advice import advised
+from ragr1_actors.core.errors import DataError, RunDirectoryError, advised
 from ragr1_actors.core.types import FailedTask
-from ragr1_actors.runs.scaling import ScalingDecision
-from ragr1_actors.runs.telemetry.alarms import Alarm
-from ragr1_actors.runs.telemetry.incidents import Incident
+from ragr1_actors.runs.telemetry.events import Alarm, Incident, ScalingDecision
 from ragr1_actors.runs.telemetry.metrics import Gap
 
 REPORT_JSON = "report.json"

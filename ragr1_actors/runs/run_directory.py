@@ -1,43 +1,81 @@
-"""Run directory: functions that make and open it, find its checkpoints, and write its trajectories.
+"""Run directory: it is made and opened here, its checkpoints are found, its trajectories, starts and orders written.
 
 Imports neither torch nor Ray at the top, so that the command line reports a wrong path within a second.
+
+``ragr1 scale`` and ``ragr1 chaos --run`` order a live run by two small files in its store, which are replaced as a
+whole: ``scale.json`` holds the newest order, and ``scaled.json`` the answer to it.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import secrets
 import shlex
+import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pyarrow as pa
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.storage import is_uri
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import POLICY_FOLDER, WRITING, write_file
+from ragr1_actors.core.disk.files import INDEX, MCP_FILE, POLICY, POLICY_FOLDER, SFT_POLICY, WRITING, write_file
 from ragr1_actors.core.disk.folders import AnyFolder, on_this_node, part_of, reply_to, warn_of_unlisted
-from ragr1_actors.core.disk.json_files import read_json_as, write_json
+from ragr1_actors.core.disk.json_files import read_json_as, read_json_lines, validated, write_json
 from ragr1_actors.core.errors import ConfigError, DataError, RunDirectoryError, UserError, one_line, shortened
-from ragr1_actors.core.resolve import TINY, named_folder, override, path_of, read_recipe, resolve, split_assignment
+from ragr1_actors.core.process.imports import installed_version
+from ragr1_actors.core.resolve import (
+    RENAMED,
+    TINY,
+    named_folder,
+    override,
+    path_of,
+    read_recipe,
+    resolve,
+    split_assignment,
+)
 from ragr1_actors.core.schema import TRAJECTORIES, add_learned, write_trajectories
 from ragr1_actors.runs.checkpoint import Checkpoints, read_state
-from ragr1_actors.runs.last_release import as_this_release, is_of_last_release
-from ragr1_actors.runs.starts import read_starts
-from ragr1_actors.runs.storage.layout import INDEX, MCP_FILE, POLICY, SFT_POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
+from ragr1_actors.runs.telemetry.events import FleetName
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 
 if TYPE_CHECKING:
     import ray
 
+T = TypeVar("T", bound=BaseModel)
+MAX_REPLICAS = 10_000
+_ORDER_FILE, _ANSWER_FILE = "scale.json", "scaled.json"
 CONFIG_FILE = "config.yaml"
 _MADE_FIRST = (INDEX, POLICY, METRICS_FILE, MCP_FILE, CONFIG_FILE)
 """Files that a run makes before it learns; the configuration is removed last, or a next run would use this index."""
 _SHARED = "a file system that all nodes share, or on a storage such as s3://bucket/runs/mine"
 _RESTORE_FILE = "put the file back, or start a new run in another --run-dir"
+STARTS_FILE = "starts.jsonl"
+_PACKAGES = (
+    "ragr1-actors",
+    "torch",
+    "ray",
+    "vllm",
+    "transformers",
+    "deepspeed",
+    "faiss-gpu",
+    "faiss-cpu",
+    "sentence-transformers",
+    "numpy",
+    "pyarrow",
+)
+_NONE_IF_EMPTY = {"env_runners.autoscaling", "retrieval.autoscaling", "retrieval.encoder_autoscaling", "learners.lora"}
+"""Groups of keys that the last release turned off by ``{}``."""
+_OF_SOME_ALGORITHMS = {"training.clip_low", "training.clip_high", "training.tis_clip"}
 
 
 def create_run_directory(config: RunConfig, run_dir: Path | RunStore) -> None:
@@ -401,3 +439,135 @@ def _is_complete(sections: object) -> bool:
         return False
     expected = {name: keys.keys() for name, keys in RunConfig().model_dump().items()}
     return {name: keys.keys() for name, keys in sections.items()} == expected
+
+
+def is_of_last_release(sections: Any) -> bool:
+    """Return whether the last release wrote the content of a ``config.yaml``; False if it is damaged."""
+    is_whole = isinstance(sections, dict) and all(isinstance(keys, dict) for keys in sections.values())
+    return is_whole and "world_seed" in sections.get("environment", {})
+
+
+def as_this_release(sections: Any) -> Any:
+    """Return the content of a ``config.yaml`` in the keys of this release, to which it may already belong."""
+    if not is_of_last_release(sections):
+        return sections
+    now: dict[str, dict[str, Any]] = RunConfig().model_dump()
+    old = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    for name in sorted(old, key=RENAMED.__contains__):  # keys that move into options follow the options
+        if name in _OF_SOME_ALGORITHMS and not old[name]:
+            continue  # the default, which other algorithms do not have
+        moved_to, *path = RENAMED.get(name, name).split(".")
+        inner = now.setdefault(moved_to, {})
+        for part in path[:-1]:
+            inner = inner[part]
+        inner[path[-1]] = None if name in _NONE_IF_EMPTY and not old[name] else old[name]
+    environment = now["environment"]
+    if environment["env"] in ("direct", "rag"):
+        environment["options"]["mode"], environment["env"] = environment["env"], "search"
+    seed = environment.pop("world_seed")
+    if seed and environment["tasks"] == "world":
+        environment["tasks"] = [{"source": "world", "options": {"seed": seed}}]
+    return now
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Process that trained: ``Start(1790000000.0, "node-7", "Linux-6.8 x86_64", 16, "3.11.7", {"torch": "2.13.0"})``.
+
+    The machine is the driver's; runners, retrievers and learners may be on others.
+    """
+
+    time_s: float
+    """Unix time."""
+    host: str
+    system: str
+    num_cpus: int
+    python: str
+    versions: dict[str, str]
+    """Versions of the installed packages, by name."""
+    words: tuple[str, ...] = ()
+    """Recipe and overrides that began the run, as given; empty if the run began earlier, or without them."""
+
+
+def this_start(words: Sequence[str] = ()) -> Start:
+    """Return a description of this process and its machine; ``words`` are the recipe and overrides of the run."""
+    versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    machine = (socket.gethostname(), system, os.cpu_count() or 1, platform.python_version())
+    return Start(time.time(), *machine, versions, tuple(words))
+
+
+def append_start(run_dir: Path, start: Start) -> None:
+    """Append a line to ``starts.jsonl``."""
+    with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(start)) + "\n")
+
+
+def read_starts(run_dir: Path) -> tuple[Start, ...]:
+    """Return the starts of a run, without a line that a crash cut off; empty if the run has no such file.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    path = run_dir / STARTS_FILE
+    return tuple(read_json_lines(Start, path, "delete the file")) if path.is_file() else ()
+
+
+class ScaleOrder(BaseModel):
+    """Order of a person to a live run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    order_id: str
+    """Unique id."""
+    sizes: dict[FleetName, Annotated[int, Field(ge=1, le=MAX_REPLICAS)]] = {}
+    """Sizes of the named fleets; the others keep theirs. Empty gives all fleets back to their autoscalers."""
+    kill: FleetName | Literal["learners"] | None = None
+    """Kind of which an actor is killed; then nothing else is done."""
+
+
+class ScaleAnswer(BaseModel):
+    """Answer of the run to the order with the same id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    order_id: str
+    message: str
+    """Text ``runners 2 -> 8``, or the reason of a refusal."""
+    is_refused: bool = False
+
+
+def write_order(store: RunStore, order: ScaleOrder) -> None:
+    """Replace the order of a run; raises ``UserError`` or ``OSError`` if its store cannot be written to."""
+    store.write_now(_ORDER_FILE, order.model_dump_json())
+
+
+def read_order(store: RunStore) -> ScaleOrder | None:
+    """Return the newest order of a run, or None.
+
+    Raises:
+        DataError: it is damaged.
+        UserError: the store cannot be reached.
+    """
+    return _read(ScaleOrder, store, _ORDER_FILE)
+
+
+def withdraw_order(store: RunStore, order_id: str) -> None:
+    """Remove the order if it is still the newest, so that a run that continues later does not find it."""
+    newest = read_order(store)
+    if newest is None or newest.order_id != order_id:
+        return
+    store.remove_now(_ORDER_FILE)
+
+
+def write_answer(store: RunStore, answer: ScaleAnswer) -> None:
+    """Replace the answer of a run; errors as in ``write_order``."""
+    store.write_now(_ANSWER_FILE, answer.model_dump_json())
+
+
+def read_answer(store: RunStore) -> ScaleAnswer | None:
+    """Return the newest answer of a run, or None; errors as in ``read_order``."""
+    return _read(ScaleAnswer, store, _ANSWER_FILE)
+
+
+def _read(kind: type[T], store: RunStore, name: str) -> T | None:
+    content = store.read_now(name)
+    return None if content is None else validated(kind, content, f"{store}/{name}")

@@ -127,12 +127,6 @@ class Latency:
     queries: float
 
 
-def exact_match_rag_r1(answer: str, golden_answers: Sequence[str]) -> float:
-    """Return 1.0 if the answer equals a gold answer with punctuation as spaces, else 0.0: "U.S." is "u s", not "us"."""
-    said = normalize_rag_r1(answer)
-    return float(bool(answer.strip()) and any(said == normalize_rag_r1(gold) for gold in golden_answers))
-
-
 def normalize_rag_r1(text: str) -> str:
     """Apply RAG-R1's normalisation: lower case, a space for ASCII punctuation, no articles, single spaces.
 
@@ -153,7 +147,7 @@ def score(trajectory: Trajectory, own: Iterable[str] = ()) -> TaskScore:
         stop_reason=trajectory.stop_reason.value,
         em=exact_match(answer, task.golden_answers),
         f1=token_f1(answer, task.golden_answers),
-        em_rag_r1=exact_match_rag_r1(answer, task.golden_answers),
+        em_rag_r1=exact_match(answer, task.golden_answers, normalize_rag_r1),
         f1_rag_r1=token_f1(answer, task.golden_answers, normalize_rag_r1),
         recall=len(found_evidence(gold, ids, titles)) / len(gold) if gold else None,
         rounds=int(num_rounds(trajectory)),

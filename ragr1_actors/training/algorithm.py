@@ -42,11 +42,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-import pyarrow as pa
 
 from cluster.placement import Placement
 from envs.base import ENVS, TextEnv
@@ -54,18 +51,18 @@ from learners.profiling import RankProfile, start_profile, stop_profile
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.digests import LIST_FILE
-from ragr1_actors.core.disk.files import POLICY_FOLDER
+from ragr1_actors.core.disk.files import INDEX, POLICY_FOLDER, SFT_POLICY
 from ragr1_actors.core.disk.folders import AnyFolder, part_of, warn_of_unlisted
 from ragr1_actors.core.disk.learner_state import LEARNER_PREFIX
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.models.model_files import ADVICE
+from ragr1_actors.core.process.progress_bar import SAMPLED_TOKENS
 from ragr1_actors.core.resolve import MIXTURE, load_object
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import FailedTask, TrajectoryGroup
 from ragr1_actors.evaluation.evaluate import eval_result
-from ragr1_actors.planning.preflight import check_names
+from ragr1_actors.planning.preflight import check_names, check_services
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
-from ragr1_actors.planning.services import check_services
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.rollout.runners.rollout_fleets import OnGroup, RolloutFleets
 from ragr1_actors.rollout.runners.stored_groups import StoredGroups
@@ -80,10 +77,8 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     with_newest_policy,
 )
-from ragr1_actors.runs.storage.layout import INDEX, SFT_POLICY
 from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.metrics import as_markdown
-from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
 from ragr1_actors.training.batches import (
     BatchCollector,
     Histograms,
@@ -96,7 +91,7 @@ from ragr1_actors.training.batches import (
 from ragr1_actors.training.fleet_controller import TICK_S, FleetController
 
 if TYPE_CHECKING:  # imports torch
-    from learners.learner import Learner
+    pass
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Callback with the number of finished steps of SFT and the newest metrics."""
@@ -326,7 +321,7 @@ class Algorithm:
         """Begin to write the file of this iteration; a thread does it while the next batch is sampled."""
         if self.config.checkpointing.keep_trajectories:
             self._finish_keeping()
-            learned, *_ = self._learners.foreach_learner(_learned)
+            learned, *_ = self._learners.foreach_learner(lambda learner: learner.learned)
             name, batches = f"iteration_{self.iteration:05d}", [group.batch for group in batch]
             self._keeping = self._keeper.submit(keep_trajectories, self.store.path, name, batches, learned)
 
@@ -510,7 +505,7 @@ class Algorithm:
             self._collector.num_failed = num_failed
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint, self.policy_version)
-            self._learners.foreach_learner(partial(_scale_lr, factor=lr_factor))
+            self._learners.foreach_learner(lambda learner: learner.scale_lr(lr_factor))
         return extra
 
     def _continue_from(self, checkpoint: AnyFolder, last_version: int) -> dict[str, Any]:
@@ -585,11 +580,3 @@ def _examples(groups: Sequence[FinishedGroup]) -> Examples:
             (sampled,) = groups_from_record_batch(*fetch_batches([group.batch]))
             found[name] = as_markdown(sampled.trajectories[0])
     return found
-
-
-def _learned(learner: Learner) -> pa.RecordBatch | None:
-    return learner.learned
-
-
-def _scale_lr(learner: Learner, factor: float) -> None:
-    learner.scale_lr(factor)

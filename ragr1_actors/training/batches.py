@@ -30,11 +30,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.measures import RATIOS, RewardContext
-from envs.tasks.curriculum import Curriculum, all_skipped, checked_order, checked_skip, make_curriculum
-from envs.tasks.task_stats import NO_STATS, TaskStats, pack_stats, unpack_stats
+from envs.tasks.curriculum import (
+    NO_STATS,
+    Curriculum,
+    TaskStats,
+    all_skipped,
+    checked_order,
+    checked_skip,
+    make_curriculum,
+    pack_stats,
+    unpack_stats,
+)
 from learners.options import GroupOptions, has_variance, learner_options
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import FleetError, RunDirectoryError, shortened
+from ragr1_actors.core.process.driver_loop import note_error
 from ragr1_actors.core.types import HISTOGRAM_PREFIX, Bucket, FailedTask, Failure, StopReason, Task
 from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest
 from ragr1_actors.runs.telemetry.metrics import TIME_PREFIX, mean_over, ratio
@@ -370,8 +380,8 @@ class BatchCollector:
             asyncio.create_task(self._sample(request), name=request.group_id).add_done_callback(self._note_end)
 
     def _note_end(self, task: asyncio.Task[FinishedGroup]) -> None:
+        note_error(task)
         if not task.cancelled():  # else the loop is being closed
-            task.exception()  # read, so that asyncio does not print it if it is never collected
             self._ended.put_nowait(task)
 
     async def next_batch(

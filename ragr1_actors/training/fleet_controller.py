@@ -28,9 +28,9 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets
-from ragr1_actors.runs.scale_order import ScaleAnswer, ScaleOrder, read_order, write_answer
-from ragr1_actors.runs.scaling import FleetName, ScalingDecision
+from ragr1_actors.runs.run_directory import ScaleAnswer, ScaleOrder, read_order, write_answer
 from ragr1_actors.runs.storage.store import RunStore
+from ragr1_actors.runs.telemetry.events import FleetName, ScalingDecision
 from retrieval.replicas.replica_set import ReplicaSet
 
 TICK_S = 1.0

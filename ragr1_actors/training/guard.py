@@ -24,7 +24,7 @@ from statistics import median
 from typing import Literal
 
 from ragr1_actors.core.config import AlarmName, GuardAction, GuardSettings
-from ragr1_actors.runs.telemetry.alarms import Alarm, GuardState, Track
+from ragr1_actors.runs.telemetry.events import Alarm, GuardState, Track
 
 Unit = Literal["times", "plus", "absolute"]
 """Meaning of limits: factors of the baseline, differences from it, or values."""

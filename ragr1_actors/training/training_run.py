@@ -20,12 +20,11 @@ from cluster.metrics import GaugeExport
 from cluster.placement_plan import PlacementPlan
 from learners.profiling import largest_costs, write_timelines
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.core.disk.files import is_no_room
+from ragr1_actors.core.disk.files import INDEX, POLICY, is_no_room
 from ragr1_actors.core.disk.json_files import validated
-from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, one_line
-from ragr1_actors.core.process.advice import command_name
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError, command_name, one_line
 from ragr1_actors.core.process.interrupts import InterruptGuard
-from ragr1_actors.core.process.progress_bar import counted_bar, elapsed_time
+from ragr1_actors.core.process.progress_bar import counted_bar, describe_iteration, elapsed_time, show_progress
 from ragr1_actors.pages.report.page import write_page
 from ragr1_actors.planning.prepare import PreparedRun, prepare
 from ragr1_actors.rollout.runners.rollout_fleets import describe_loading, session_for
@@ -41,13 +40,10 @@ from ragr1_actors.runs.report import (
     render_table,
     write_report,
 )
-from ragr1_actors.runs.scaling import ScalingDecision
-from ragr1_actors.runs.starts import append_start, this_start
-from ragr1_actors.runs.storage.layout import INDEX, POLICY
+from ragr1_actors.runs.run_directory import append_start, this_start
 from ragr1_actors.runs.storage.store import RunStore, find_store
-from ragr1_actors.runs.telemetry.incidents import IncidentLog
+from ragr1_actors.runs.telemetry.events import IncidentLog, ScalingDecision
 from ragr1_actors.runs.telemetry.metrics import METRICS_FILE, Gap, MetricsLogger, find_gaps, read_events, read_metrics
-from ragr1_actors.runs.telemetry.progress import describe_iteration, show_progress
 from ragr1_actors.runs.telemetry.trackers import trackers
 from ragr1_actors.training.algorithm import Algorithm, Examples, HeldBlock
 from ragr1_actors.training.batches import Histograms, Samples

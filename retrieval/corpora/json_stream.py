@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragr1_actors.core.disk.fault_report import FaultCounts, described
+from ragr1_actors.core.disk.data_files import FaultCounts, described
 from ragr1_actors.core.errors import DataError
 
 MAX_ENTRY = 64 * 2**20

@@ -314,11 +314,11 @@ def _read(path: Path, corpus_format: str, tally: CorpusTally) -> Iterator[Passag
         file.seek(0)
         reading = _Reading(path, corpus_format, tally, Namer(tally.add_repeated_id))
         if kind == "parquet":
-            passages = _read_parquet(reading)
+            passages = _read_records(enumerate(parquet_rows(path), 1), reading, "row")
         elif kind == "table":
             passages = _read_table(file, reading)
         elif kind == "lines":
-            passages = _read_lines(file, reading)
+            passages = _read_records(json_lines(file, path), reading, "line")
         else:
             passages = _read_json(file, reading)
         for passage in passages:
@@ -410,14 +410,9 @@ def _read_table(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
         ) from error
 
 
-def _read_lines(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
-    for number, record in json_lines(file, reading.path):
-        yield from reading.passages(record, f"line {number}")
-
-
-def _read_parquet(reading: _Reading) -> Iterator[Passage]:
-    for number, record in enumerate(parquet_rows(reading.path), 1):
-        yield from reading.passages(record, f"row {number}")
+def _read_records(records: Iterable[tuple[int, Any]], reading: _Reading, place: str) -> Iterator[Passage]:
+    for number, record in records:
+        yield from reading.passages(record, f"{place} {number}")
 
 
 def _read_json(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:

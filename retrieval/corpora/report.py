@@ -14,7 +14,7 @@ from dataclasses import field
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from ragr1_actors.core.disk.fault_report import FaultCounts, described_faults
+from ragr1_actors.core.disk.data_files import FaultCounts, described_faults
 from retrieval.base import Passage
 from retrieval.corpora.text import has_word
 

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from cluster.supervision.deaths import last_line
-from cluster.supervision.fleet import Fleet, Member, Process, Pulse
+from cluster.supervision.fleet import Fleet, Member, Process, Pulse, last_line
 from cluster.supervision.watchdog import HANG_TIMEOUT_S
 from ragr1_actors.core.disk.files import WRITING, is_no_room, write_file
 from ragr1_actors.core.disk.json_files import read_json_as, write_json

@@ -26,13 +26,11 @@ from safetensors import safe_open
 from ragr1_actors.core.disk.digests import LIST_FILE, check_digests
 from ragr1_actors.core.disk.files import fingerprint_file
 from ragr1_actors.core.errors import ConfigError, DataError, one_line, valid_unicode
-from ragr1_actors.core.models.model_code import find_code
-from ragr1_actors.core.models.model_files import quiet_transformers
+from ragr1_actors.core.models.model_files import find_code, quiet_transformers
 from ragr1_actors.core.process.imports import quick_imports
 from retrieval.base import Passage
 from retrieval.corpora.text import laid_out
-from retrieval.encoders.families import STATIC_POOLING, EncoderPlan, plan_encoder
-from retrieval.encoders.static import StaticModel
+from retrieval.encoders.families import STATIC_POOLING, EncoderPlan, StaticModel, plan_encoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

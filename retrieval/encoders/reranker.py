@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ragr1_actors.core.errors import DataError, RetrievalError, one_line, valid_unicode
-from ragr1_actors.core.models.model_code import find_code
+from ragr1_actors.core.models.model_files import find_code
 from retrieval.base import Passage
 from retrieval.encoders.encoder import batch_by_length, code_refused, passage_text
 

@@ -22,6 +22,7 @@ import faiss
 import numpy as np
 from numpy.typing import NDArray
 
+from ragr1_actors.core.disk.files import stamp_of
 from ragr1_actors.core.errors import DataError, one_line
 from retrieval.indexes.faiss_build import Floats, codes_of, usual_probes
 from retrieval.indexes.manifest import FLAT, FOREIGN, parse_options
@@ -116,7 +117,7 @@ class FaissFile:
     mapped: NDArray[np.uint8]
     """Bytes of the file; ``index`` has views of them."""
     stamp: tuple[int, ...]
-    """Result of ``_stamp`` for the file, taken when it was mapped."""
+    """Result of ``stamp_of`` for the file, taken when it was mapped."""
 
     @classmethod
     def open(cls, path: Path) -> FaissFile:
@@ -128,7 +129,7 @@ class FaissFile:
         """
         try:
             _check_start(path)
-            stamp = _stamp(path)
+            stamp = stamp_of(path)
             mapped = np.memmap(path, np.uint8, "r")
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}); give a file that this user may read") from error
@@ -291,7 +292,7 @@ class FaissFile:
 
     def is_still(self, path: Path) -> bool:
         """Return whether ``path`` names the file that was mapped, unchanged since then."""
-        return _stamp(path) == self.stamp
+        return stamp_of(path) == self.stamp
 
     def transformed(self, vectors: Floats) -> Floats:
         """Return the vectors that the file would keep, before its rounding: ``[n, dimension]`` to ``[n, width]``."""
@@ -388,15 +389,6 @@ def _names(parts: Iterable[Any]) -> str:
 def _cause(error: BaseException) -> str:
     """Return faiss's description of an error, without the place in its source."""
     return re.sub(r"^Error in .*? at \S+:\d+: ", "", one_line(error))
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """Return a value that changes if a file is written to or replaced.
-
-    It leaves out the inode: in a container, making a link may copy a file of the image.
-    """
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
 
 
 def _check_start(path: Path) -> None:

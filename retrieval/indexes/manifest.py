@@ -42,7 +42,7 @@ ENCODER_FOLDER = "encoder"
 ENCODER_LIST = f"{ENCODER_FOLDER}/{LIST_FILE}"
 """List of the files in the folder of the encoder, which ``Encoder.load`` compares."""
 TITLES_FILE = "titles.npy"
-"""File of ``retrieval.corpora.titles``. An index of an earlier version has none."""
+"""File of ``retrieval.corpora.corpus``. An index of an earlier version has none."""
 ROWS_FILE = "rows.npy"
 """File with int64 ``[2, count]``: the ids of the FAISS file's vectors, ascending, and the corpus row of each. Without
 this file the ids are the rows."""

@@ -29,15 +29,14 @@ from ray.exceptions import RayError
 
 from cluster.metrics import count, observe
 from cluster.rpc import RpcClient, decode
-from cluster.supervision.deaths import last_line
+from cluster.supervision.fleet import last_line
 from ragr1_actors.core.errors import DataError, RetrievalError, RpcError
 from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
-from retrieval.replicas.actor import CODEC, PackedHits, RowHits
 from retrieval.replicas.batching import Batcher, ClientLoad, PoolArguments, PooledRetriever
-from retrieval.replicas.replica_set import REFRESH_S, find_actors
+from retrieval.replicas.replica_set import CODEC, REFRESH_S, PackedHits, RowHits, find_actors
 
 _log = logging.getLogger(__name__)
 

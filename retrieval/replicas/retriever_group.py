@@ -20,10 +20,17 @@ from ragr1_actors.core.schema import TRAJECTORIES
 from retrieval.base import Retriever
 from retrieval.indexes.manifest import ENCODER_FOLDER, MANIFEST_FILE, Manifest
 from retrieval.local import open_retriever
-from retrieval.replicas.actor import ActorArguments, ActorLoad, EncoderActor, RetrieverActor
 from retrieval.replicas.batching import ClientLoad, PoolArguments
 from retrieval.replicas.client import RetrieverClient
-from retrieval.replicas.replica_set import REPORT_EXPIRES_S, ReplicaSet, client_reports
+from retrieval.replicas.replica_set import (
+    REPORT_EXPIRES_S,
+    ActorArguments,
+    ActorLoad,
+    EncoderActor,
+    ReplicaSet,
+    RetrieverActor,
+    client_reports,
+)
 
 START_TIMEOUT_S = 600.0
 """Limit for all replicas to load, in seconds: reading an index of tens of gigabytes from disk takes minutes."""

@@ -1,4 +1,4 @@
-"""Data files of users, told by their first bytes: text, compressed text and Parquet tables."""
+"""Data files of users, told by their first bytes: text, compressed text and Parquet tables; their faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import bz2
 import gzip
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -88,3 +89,43 @@ def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is no Parquet file that can be read ({one_line(error)}); fetch it again") from error
+
+
+MAX_PLACES = 3
+"""Limit of the places of a fault that a report names."""
+
+
+class FaultCounts:
+    """Counts faults by name while a file is read."""
+
+    def __init__(self) -> None:
+        """Begin without faults."""
+        self.counts: Counter[str] = Counter()
+        self._places: dict[str, list[str]] = {}
+
+    def add(self, fault: str, place: str) -> None:
+        """Count a fault; ``place`` is where it is, such as ``line 3``."""
+        self.counts[fault] += 1
+        places = self._places.setdefault(fault, [])
+        if len(places) < MAX_PLACES:
+            places.append(place)
+
+    @property
+    def places(self) -> dict[str, tuple[str, ...]]:
+        """First places of each fault, at most ``MAX_PLACES``."""
+        return {fault: tuple(places) for fault, places in self._places.items()}
+
+
+def described(count: int, what: str, places: Sequence[str] = (), total: int = 0) -> str:
+    """Return ``"5 answers with a comma (1%; line 2, line 7, line 9, ...)"``; without ``total`` there is no share."""
+    more = ["..."] if count > len(places) else []
+    details = [f"{count / total:.0%}"] if total else []
+    details += [", ".join([*places, *more])] if places else []
+    return f"{count:,} {what}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def described_faults(
+    counts: Mapping[str, int], words: Mapping[str, str], places: Mapping[str, Sequence[str]], total: int = 0
+) -> list[str]:
+    """Return ``described`` for each fault that was found, in the order of ``words``, the names of faults."""
+    return [described(counts[name], what, places.get(name, ()), total) for name, what in words.items() if counts[name]]

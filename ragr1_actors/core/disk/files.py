@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, and locks on them."""
+"""Files and folders that are whole or absent, locks on them, and the names of a run's."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ from safetensors import SafetensorError
 
 from ragr1_actors.core.errors import DataError, UserError
 
+CHECKPOINTS = "checkpoints"
+INDEX = "index"
+POLICY = "policy"
+"""Folder of the policy before training, if the run made it."""
+SFT_POLICY = "policy_sft"
+"""Folder of the policy at the end of SFT."""
+FOLDERS = (INDEX, POLICY, SFT_POLICY, CHECKPOINTS)
+"""Folders of a run that are whole or absent; everything else is files that grow."""
+MCP_FILE = "mcp_tools.json"
+"""File with the tools that each server of ``environment.mcp`` listed before the run."""
 POLICY_FOLDER = "policy"
 """Name of the folder in a checkpoint with the policy as a Hugging Face folder."""
 ADAPTER_FOLDER = "adapter"
@@ -204,6 +214,15 @@ def error_number(error: OSError | SafetensorError) -> int:
         return error.errno or errno.EIO
     match = _OS_ERROR.search(str(error))
     return int(match[1]) if match else errno.EIO
+
+
+def stamp_of(path: Path) -> tuple[int, int]:
+    """Return a value that changes if a file is written to or replaced.
+
+    It leaves out the inode: in a container, making a link may copy a file of the image.
+    """
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def fingerprint_file(path: Path) -> str:

@@ -38,13 +38,13 @@ class DriverLoop:
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin a task, and return at once."""
         task = self._loop.create_task(work)
-        task.add_done_callback(_note_error)
+        task.add_done_callback(note_error)
         return task
 
     def run(self, work: Coroutine[Any, Any, T], *, is_alone: bool = False) -> T:
         """Return the result of ``work``, without ``run_beside`` if ``is_alone``. An interrupt cancels ``work`` only."""
         whole = self._loop.create_task(work if is_alone else self._with_beside(work))
-        whole.add_done_callback(_note_error)
+        whole.add_done_callback(note_error)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -107,7 +107,7 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _note_error(task: asyncio.Task[Any]) -> None:
-    """Read a task's error, so that asyncio does not print it; who awaits the task gets it, too."""
+def note_error(task: asyncio.Task[Any]) -> None:
+    """Read a task's error, so that asyncio does not print it; whoever awaits the task gets it, too."""
     if not task.cancelled():
         task.exception()

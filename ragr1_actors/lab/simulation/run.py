@@ -22,14 +22,12 @@ from math import fsum
 
 from ragr1_actors.core.config import EnvironmentSettings, RetrieverAutoscaling, RunConfig, RunnerAutoscaling
 from ragr1_actors.core.weight_transport import choose_transport
-from ragr1_actors.lab.simulation.engine import LoadAt
-from ragr1_actors.lab.simulation.fleet import SimulatedRetrievers, SimulatedRunners
-from ragr1_actors.lab.simulation.virtual_time import VirtualLoop
+from ragr1_actors.lab.simulation.fleet import LoadAt, SimulatedRetrievers, SimulatedRunners, VirtualLoop
 from ragr1_actors.lab.simulation.workload import Workload, made_up_task
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.groups import FinishedGroup
-from ragr1_actors.runs.scaling import ScalingDecision
-from ragr1_actors.runs.telemetry.bottleneck import Load, Verdict, find_bottleneck
+from ragr1_actors.runs.telemetry.events import ScalingDecision
+from ragr1_actors.runs.telemetry.metrics import Load, Verdict, find_bottleneck
 from ragr1_actors.training.batches import BatchCollector, mean_lag, rollout_metrics
 from ragr1_actors.training.fleet_controller import (
     TICK_S,

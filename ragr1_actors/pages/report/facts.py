@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragr1_actors.core.config import RunConfig
+from ragr1_actors.core.process.progress_bar import SAMPLED_TOKENS
 from ragr1_actors.core.types import Failure
 from ragr1_actors.runs.report import STAGE_TITLES, RunReport
-from ragr1_actors.runs.scaling import ScalingDecision
 from ragr1_actors.runs.scores import wilson
-from ragr1_actors.runs.telemetry.bottleneck import find_bottleneck, load_of_rows
-from ragr1_actors.runs.telemetry.metrics import DECISIONS, INCIDENTS, TOKENS, is_iteration
-from ragr1_actors.runs.telemetry.progress import SAMPLED_TOKENS
+from ragr1_actors.runs.telemetry.events import ScalingDecision
+from ragr1_actors.runs.telemetry.metrics import (
+    DECISIONS,
+    INCIDENTS,
+    TOKENS,
+    find_bottleneck,
+    is_iteration,
+    load_of_rows,
+)
 
 Row = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""

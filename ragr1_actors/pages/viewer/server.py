@@ -27,9 +27,17 @@ from pydantic_core import to_json
 
 from cluster.http import HttpServer, Limits, RequestError
 from ragr1_actors.core.errors import DataError, UserError, one_line
-from ragr1_actors.pages.viewer.index import Index
-from ragr1_actors.pages.viewer.payloads import TokenPieces, find_row, row_payloads, run_payload, trajectory_payload
-from ragr1_actors.pages.viewer.queries import Query, Scope, Searcher
+from ragr1_actors.pages.viewer.parts import Index
+from ragr1_actors.pages.viewer.payloads import (
+    Query,
+    Scope,
+    Searcher,
+    TokenPieces,
+    find_row,
+    row_payloads,
+    run_payload,
+    trajectory_payload,
+)
 
 LOOK_INTERVAL_S = 1.0
 """Seconds between two looks at the run for new files."""

@@ -28,7 +28,7 @@ from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.section import Section
 from ragr1_actors.core.types import Message
 from retrieval.encoders.encoder import passage_text
-from retrieval.encoders.static import StaticModel, make_static_encoder
+from retrieval.encoders.families import StaticModel, make_static_encoder
 
 DIMENSION, RANK, BATCH_SIZE, LR, TEMPERATURE, NUM_STEPS = 32, 16, 64, 0.01, 0.05, 300
 WORDINGS: Mapping[Split, Sequence[str]] = {

@@ -24,7 +24,7 @@ from dataclasses import replace
 from envs.base import EnvContext
 from envs.options import PassageOptions
 from envs.sources import WorldSource
-from learners.algorithms.ppo import PPOLearner
+from learners.algorithms.grpo import PPOLearner
 from ragr1_actors import Completion, Passage, StepResult, Task, TextEnv, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message, TrajectoryGroup

@@ -21,8 +21,7 @@ import torch
 from pydantic import Field
 
 from learners.advantages import generalized_advantages
-from learners.algorithms.grpo import PolicyGradientLearner
-from learners.algorithms.ppo import PPOLearner, turn_rewards
+from learners.algorithms.grpo import PolicyGradientLearner, PPOLearner, turn_rewards
 from learners.losses import TokenLoss
 from learners.models.scoring import TokenOutputs
 from learners.options import LearnerOptions, PPOOptions

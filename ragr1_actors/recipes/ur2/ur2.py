@@ -26,8 +26,7 @@ from typing import Any, ClassVar
 from envs.base import StepResult
 from envs.measures import RewardContext, exact_match, num_queries, token_f1
 from envs.search import LAST_TURN_NOTICE, SearchEnv, search_prompt
-from envs.tasks.curriculum import Shuffle
-from envs.tasks.task_stats import Stats
+from envs.tasks.curriculum import Shuffle, Stats
 from ragr1_actors.core.resolve import load_object
 from ragr1_actors.core.types import MALFORMED, ChatModel, Message, Sampling, StopReason, Task, Trajectory
 from ragr1_actors.rollout.groups import GroupRequest, Play, RolloutStrategy

@@ -28,7 +28,7 @@ from envs.measures import exact_match
 from envs.options import SearchOptions, ToolOptions
 from envs.search import LAST_TURN_NOTICE, SearchEnv
 from envs.sources import Split, TaskSource
-from envs.tools.images import CropTool
+from envs.tools.search import CropTool
 from ragr1_actors import Completion, RewardContext, RewardResult, StepResult, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.content import Image, images_of

@@ -25,8 +25,7 @@ from envs.observations import control_tokens, defuse, is_control
 from ragr1_actors.core.config import PolicySettings, SamplerConfig
 from ragr1_actors.core.content import Content, Image, PlacedImage, images_of, parts_of
 from ragr1_actors.core.errors import ConfigError, EngineError, one_line
-from ragr1_actors.core.models.model_code import check_code, code_refused
-from ragr1_actors.core.models.model_files import ADVICE, check_files
+from ragr1_actors.core.models.model_files import ADVICE, check_code, check_files, code_refused
 from ragr1_actors.core.models.vision import ImageReader
 from ragr1_actors.core.types import Completion, EncodeFn, FinishReason, Message, OnText, Sampling
 from ragr1_actors.core.weight_transport import choose_transport

@@ -33,8 +33,7 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.core.weight_transport import BASE_KEY, PART_BYTES, AdapterBase, as_weight, in_parts
 from ragr1_actors.rollout.engines.adapters import merged_weights
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, WakeTag
-from ragr1_actors.rollout.engines.decoding import RowCache, sample, uniform
-from ragr1_actors.rollout.engines.grouped_attention import GROUPED_ATTENTION
+from ragr1_actors.rollout.engines.decoding import GROUPED_ATTENTION, RowCache, sample, uniform
 
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import ray
 
-from cluster.supervision.deaths import last_line
-from cluster.supervision.fleet import wait_or_kill
+from cluster.supervision.fleet import last_line, wait_or_kill
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import one_line
 from ragr1_actors.core.weight_transport import PART_BYTES, TIMEOUT_S, choose_transport, in_parts

@@ -14,13 +14,11 @@ from pathlib import Path
 
 from cluster.node_cache import FileContent
 from cluster.storage import Storage, StoredFolder
-from ragr1_actors.core.disk.files import WRITING
+from ragr1_actors.core.disk.files import FOLDERS, INDEX, MCP_FILE, POLICY, WRITING, stamp_of
 from ragr1_actors.core.disk.json_files import validated
 from ragr1_actors.core.errors import RunDirectoryError, UserError
 from ragr1_actors.core.schema import TRAJECTORIES
-from ragr1_actors.runs.storage.layout import FOLDERS, INDEX, MCP_FILE, POLICY
-from ragr1_actors.runs.telemetry.tensorboard import TENSORBOARD_DIRECTORY
-from ragr1_actors.runs.telemetry.trackers import TRACKERS_FILE
+from ragr1_actors.runs.telemetry.trackers import TENSORBOARD_DIRECTORY, TRACKERS_FILE
 
 LEASE_FILE = "lease.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -131,7 +129,7 @@ class Uploads:
         for name in _FIRST_FILES:
             if (content := remote.read(name)) is not None:
                 (self._path / name).write_bytes(content)
-                self._uploaded[name] = _version(self._path / name)
+                self._uploaded[name] = stamp_of(self._path / name)
         if (found := remote.find(TRAJECTORIES)) is not None:
             self._recorded = {file.name: file for file in found.files}
             self._listed = dict(self._recorded)
@@ -172,7 +170,7 @@ class Uploads:
         for name in self.remote.names(TENSORBOARD_DIRECTORY):
             if WRITING not in name and name not in self._uploaded:
                 self.remote.download(name, self._path / name)
-                self._uploaded[name] = _version(self._path / name)
+                self._uploaded[name] = stamp_of(self._path / name)
 
     def upload(self, remote: Storage) -> None:
         """Upload changed files to ``remote``; raises ``UserError`` if that fails."""
@@ -180,10 +178,10 @@ class Uploads:
             for name in (INDEX, POLICY):
                 if name not in self._uploaded and (self._path / name).is_dir():
                     remote.put(self._path / name, name)
-                    self._uploaded[name] = _version(self._path / name)
+                    self._uploaded[name] = stamp_of(self._path / name)
             for path in self._files():
                 with contextlib.suppress(FileNotFoundError):  # it was renamed meanwhile
-                    name, version = path.relative_to(self._path).as_posix(), _version(path)
+                    name, version = path.relative_to(self._path).as_posix(), stamp_of(path)
                     if self._uploaded.get(name) != version:
                         remote.upload(name, path)
                         if path.parent.name == TRAJECTORIES:
@@ -201,8 +199,3 @@ class Uploads:
             first, *_ = path.relative_to(self._path).parts
             if path.is_file() and first not in FOLDERS and WRITING not in str(path):
                 yield path
-
-
-def _version(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns

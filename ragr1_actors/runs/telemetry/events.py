@@ -1,8 +1,16 @@
-"""Alarms of a run, and the state that its collapse guard stores in a checkpoint; ``training/guard.py`` is the guard."""
+"""Events of a run: changes of its fleets' sizes, alarms about its metrics, and incidents.
+
+Incidents are failures and the reactions to them, from the warnings that the project's modules log.
+
+The collapse guard, ``training/guard.py``, stores its state of the alarms in a checkpoint.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, Self
 
 from ragr1_actors.core.config import GuardAction
 
@@ -64,3 +72,66 @@ class GuardState:
     unanswered: list[Alarm] = field(default_factory=list)
     """Alarms whose stop or roll-back is still to come."""
     num_roll_backs: int = 0
+
+
+FleetName = Literal["runners", "retrievers", "encoders"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """Decision that gives a fleet another size, or moves replicas of it."""
+
+    time_s: float
+    """Unix time."""
+    fleet: FleetName
+    before: int
+    """Number of replicas that was wanted before; ``after`` is the new one."""
+    after: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Return one line: ``runners 2 -> 4: the learner waits 60 % of its time``."""
+        return f"{self.fleet} {self.before} -> {self.after}: {self.reason}"
+
+
+PACKAGES = ("cluster", "envs", "learners", "ragr1_actors", "retrieval")
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Death, hang, restart, retry or fallback: ``Incident(1790000000.0, "env runner 0 died (...)")``."""
+
+    time_s: float
+    """Unix time."""
+    what: str
+
+
+class IncidentLog(logging.Handler):
+    """Prints the project's warnings and keeps them until they are taken, while the ``with`` block runs."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Take ``say``, which prints a line."""
+        super().__init__(logging.WARNING)
+        self._say = say
+        self._found: list[Incident] = []
+
+    def __enter__(self) -> Self:
+        """Listen to the loggers of all packages."""
+        for name in PACKAGES:
+            logging.getLogger(name).addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the handler from the loggers."""
+        for name in PACKAGES:
+            logging.getLogger(name).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging.Handler.emit``."""
+        self._found.append(Incident(record.created, record.getMessage()))
+        self._say(record.getMessage())
+
+    def take(self) -> list[Incident]:
+        """Return the incidents since the last call."""
+        taken, self._found = self._found, []
+        return taken
