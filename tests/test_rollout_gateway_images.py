@@ -18,8 +18,7 @@ from vision_world import TEXTS, page
 from ragr1_actors.core.content import Image
 from ragr1_actors.core.images import data_url, size_of
 from ragr1_actors.core.types import Message, Record, StopReason, Task, TokenKind, Trajectory
-from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.planning.tiny_vision import make_tiny_vision_policy
+from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
 from ragr1_actors.rollout.gateway.messages import in_front

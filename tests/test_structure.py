@@ -73,7 +73,7 @@ SPINE = (
 
 
 def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_270
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_260
     found = []
     for name in SPINE:
         tree = ast.parse((ROOT / name).read_text())
@@ -86,7 +86,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 52_723, 35_008, 561
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 52_022, 34_576, 559
 """Limits of the product's size, without the recipes. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 
