@@ -1,4 +1,4 @@
-"""How long a person waits on a cluster: for a fleet that grows, and for a job that is submitted."""
+"""How long a person waits: for the first token of a command, for a fleet that grows, and for a submitted job."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.measurement import log
 from benchmarks.scale.clusters import free_port, wait_for_head
 from benchmarks.scale.driver import NoPassages, Sleeper, sleeping_runners
 from ragr1_actors.core.errors import UserError
+from ragr1_actors.core.types import Completion, OnText, Sampling
 from ragr1_actors.lab.simulation.workload import made_up_task
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
+from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
 from ragr1_actors.rollout.groups import GroupRequest
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 
@@ -29,6 +31,7 @@ SMALL = ["sft.num_demonstrations=8", "sft.num_steps=1", "training.num_iterations
 """What the quickstart needs to reach its first iteration."""
 _POLL_S = 0.01
 _LOADED = re.compile(r"actors loaded in ([\d.]+) s")
+_LIBRARIES = ["-c", "import torch, ragr1_actors.core.models.huggingface"]
 _LOAD = "import sys; from benchmarks.scale.latency import load; load(sys.argv[1])"
 
 
@@ -45,12 +48,29 @@ class Wait:
         return self.total_s - self.loading_s
 
 
+class FirstToken(TransformersEngine):
+    """The transformers engine; the first token of each process is noted: its time is the content of ``file``."""
+
+    def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
+        self._file = Path(str(settings.options["file"]))
+        super().__init__(policy_dir, tokenizer, replace(settings, options={}))
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        def note(text: str) -> None:
+            if not self._file.exists():
+                self._file.write_text(str(time.time()))
+            if on_text is not None:
+                on_text(text)
+
+        return await super().generate(prompt_token_ids, sampling, request_id=request_id, on_text=note)
+
+
 class LoadedSleeper(Sleeper):
     """Loads the transformers engine, and then sleeps instead of using it."""
 
     def __init__(self, policy_dir: str | Path, tokenizer: PolicyTokenizer, settings: EngineArguments) -> None:
-        from ragr1_actors.rollout.engines.transformers_engine import TransformersEngine
-
         super().__init__(policy_dir, tokenizer, settings)
         TransformersEngine(policy_dir, tokenizer, EngineArguments(settings.max_rows, settings.max_context_tokens))
 
@@ -58,6 +78,48 @@ class LoadedSleeper(Sleeper):
 def load(policy_dir: str) -> None:
     """Load the engine as a runner does."""
     LoadedSleeper(policy_dir, PolicyTokenizer(policy_dir), EngineArguments(1, 512, options={"seconds": 0.0}))
+
+
+def libraries_s() -> float:
+    """Return the seconds in which a process imports torch and transformers' model classes, and ends."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, *_LIBRARIES], check=True)
+    return time.perf_counter() - started
+
+
+def ask(run_dir: Path) -> float:
+    """Return the seconds from ``ragr1 ask`` to the first token on standard output."""
+    command = [sys.executable, "-m", "ragr1_actors", "ask", str(run_dir), "Where was Ana Bell born?"]
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    if process.returncode:
+        raise UserError(f"{' '.join(command)} ended with status {process.returncode}")
+    return seconds
+
+
+def train(folder: Path) -> dict[str, float]:
+    """Return the seconds from ``ragr1 train quickstart`` to what it shows on its way to the first token.
+
+    ``command`` is its first line, ``actors`` the table of actors, ``loaded`` the end of their loading.
+    """
+    note = folder / "first_token"
+    engine = ["env_runners.engine=benchmarks.scale.latency:FirstToken", f"env_runners.engine_options={{file: {note}}}"]
+    command = [sys.executable, "-m", "ragr1_actors", "train", "quickstart", *SMALL, *engine]
+    marks = {"actors": "actors  ", "loaded": "actors loaded in"}
+    started, found = time.time(), dict[str, float]()
+    command += ["--run-dir", str(folder / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.setdefault("command", time.time() - started)
+            found |= {name: time.time() - started for name, mark in marks.items() if line.startswith(mark)}
+    if process.returncode or not note.exists():
+        raise UserError(f"{' '.join(command)} ended with status {process.returncode} and sampled nothing that is noted")
+    return found | {"token": float(note.read_text()) - started}
 
 
 def scale_out(policy_dir: Path) -> Wait:

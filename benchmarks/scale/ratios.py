@@ -20,6 +20,8 @@ driver_cores             cores of a driver for 512 runners of 8 trajectories, 64
 simulate_1000            seconds of ``simulate`` for 1,000 runners ÷ 120                      <= 1
 scale_out                seconds from an order to a new env runner's first request ÷ 5 *     <= 1
 submission               seconds from ``ragr1 submit`` to the first iteration ÷ 20 *         <= 1
+start_ask                seconds from ``ragr1 ask`` to its first token ÷ the libraries' ***
+start_train              seconds from ``ragr1 train quickstart`` to its first token ÷ them
 elastic_em               EM of the quickstart, autoscaled ÷ fixed fleets, nodes that come    >= 0.97
 elastic_actor_s          seconds of runners and retrievers in RL, as in elastic_em           <= 1
 ======================== =================================================================== =======
@@ -30,6 +32,8 @@ but for the seconds of ``simulate_1000``. ``benchmarks/scale/loads.py`` describe
 per second of the simulated fleet.
 
 Two stars: where the learner is three times as fast as in learner_wait, so that long trajectories are overtaken.
+
+Three stars: the seconds in which a process imports torch and transformers' model classes. Standard error has the parts.
 
 A star: without the seconds in which models load (``benchmarks/scale/latency.py``); standard error has both parts.
 ``submission`` is the quickstart with one step of SFT: its world is made, indexed and demonstrated in these seconds.
@@ -72,6 +76,8 @@ GOALS: dict[str, Goal] = {
     "simulate_1000": Goal(1.0, at_least=False),
     "scale_out": Goal(1.0, at_least=False),
     "submission": Goal(1.0, at_least=False),
+    "start_ask": LOWER,
+    "start_train": LOWER,
     "elastic_em": Goal(0.97, at_least=True),  # two standard errors of a difference of 0.98 and 0.98 over 200 tasks
     "elastic_actor_s": Goal(1.0, at_least=False),
 }
@@ -123,6 +129,9 @@ def _on_this_machine(wanted: set[str], repeats: Repeats, quick: bool) -> Iterato
         yield measure("scale_out", scale_out(repeats), "s", GOALS["scale_out"])
     if "submission" in wanted:
         yield measure("submission", submission(repeats), "s", GOALS["submission"])
+    if wanted & {"start_ask", "start_train"}:
+        found = starts(repeats)
+        yield from (measure(name, found[name], "s", GOALS[name]) for name in found if name in wanted)
     if wanted & set(_ELASTIC_UNITS):
         found = elastic_fleets(quick=quick)
         yield from (_measured(name, found[name], unit) for name, unit in _ELASTIC_UNITS.items() if name in wanted)
@@ -218,6 +227,19 @@ def scale_out(repeats: Repeats) -> list[Sample]:
     with tempfile.TemporaryDirectory(prefix="ragr1-bench-") as directory:
         make_policy(Path(directory))
         return [_waited(latency.scale_out(Path(directory)), SCALE_OUT_S) for _ in repeats]
+
+
+def starts(repeats: Repeats) -> dict[str, list[Sample]]:
+    """Return the seconds of ``ragr1 train`` and, of its run, ``ragr1 ask`` to their first token, each by repeat."""
+    found: dict[str, list[Sample]] = {"start_train": [], "start_ask": []}
+    for _ in repeats:
+        with tempfile.TemporaryDirectory(prefix="ragr1-bench-", ignore_cleanup_errors=True) as directory:
+            parts, libraries_s = latency.train(Path(directory)), latency.libraries_s()
+            shown = ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in parts.items())
+            log(f"train: {shown}; the libraries alone {libraries_s:.1f} s")
+            found["start_train"].append(quotient(parts["token"], libraries_s))
+            found["start_ask"].append(quotient(latency.ask(Path(directory) / "run"), libraries_s))
+    return found
 
 
 def submission(repeats: Repeats) -> list[Sample]:
