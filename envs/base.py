@@ -86,15 +86,11 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
         if not isinstance(text, str):
             raise ConfigError(f"{named(method)} gave {text!r} as notice, action or answer, expected text")
     for content in (result.observation, *(result.results if isinstance(result.results, tuple) else ())):
-        parts = (content,) if isinstance(content, str) else content
-        if not isinstance(parts, tuple) or not all(isinstance(part, str | Image) for part in parts):
-            got = shortened(repr(content))
-            raise ConfigError(
-                f"{named(method)} gave {got} as observation or result, expected text, or texts and images"
-            )
-        _check_images(content, method)
+        _check_content(content, "observation or result", method)
     _check_tuple(result.calls, "calls", ToolCall, method)
     _check_tuple(result.restart, "restart", Message, method)
+    for message in result.restart:
+        _check_content(message.content, "content", method)
     _check_tuple(result.results, "results", object, method)
     if not isinstance(result.metrics, Mapping) or not all(isinstance(name, str) for name in result.metrics):
         raise ConfigError(f"{named(method)} gave metrics={result.metrics!r}, expected numbers by name")
@@ -106,8 +102,12 @@ def check_result(result: object, method: Callable[..., Any]) -> StepResult:
     return result
 
 
-def _check_images(content: Content, method: Callable[..., Any]) -> None:
-    for image in images_of(content):
+def _check_content(content: object, name: str, method: Callable[..., Any]) -> None:
+    parts = (content,) if isinstance(content, str) else content
+    if not isinstance(parts, tuple) or not all(isinstance(part, str | Image) for part in parts):
+        got = shortened(repr(content))
+        raise ConfigError(f"{named(method)} gave {got} as {name}, expected text, or texts and images")
+    for image in images_of(parts):
         try:
             size_of(image)
         except DataError as error:
@@ -132,7 +132,7 @@ def check_prompt(messages: object, reset: Callable[..., Any]) -> list[Message]:
         got = shortened(repr(messages))
         raise ConfigError(f"{named(reset)} returned {got}, expected a list of at least one Message")
     for one in messages:
-        _check_images(one.content, reset)
+        _check_content(one.content, "content", reset)
     return messages
 
 

@@ -67,6 +67,7 @@ BAD = {
     "empty": (b"", "cannot be read as an image"),
     "bomb": (bomb(), "expected at most 64,000,000"),
     "pixels": (saved(PIL.Image.new("1", (8100, 8000))), "got an image of 8,100 x 8,000 pixels"),
+    "thin": (saved(picture(1, 201)), "got an image of 1 x 201 pixels, expected at most 200 to 1; crop it"),
     "bytes": (bytes(MAX_BYTES + 1), "got an image of 33,554,433 bytes"),
     "animated PNG": (
         saved(picture(), save_all=True, append_images=[picture(seed=1)]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from vision_world import TEXTS, page
 from envs.base import EnvContext, StepResult, TextEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
 from ragr1_actors.core.content import Image
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.types import Completion, Message, Sampling, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision_policy
 from ragr1_actors.rollout.chat_format import ChatFormat, TagsFormat, Template, TemplateFormat
@@ -116,8 +118,19 @@ async def test_images_of_a_conversation_are_placeholders_that_no_text_makes(seei
 def test_a_template_that_drops_an_image_is_refused(seeing: PolicyTokenizer) -> None:
     with pytest.raises(ConfigError, match="writes 0 of 1 images, expected all of them once"):
         seeing.place(seeing.encode("a page"), [PAGE])
-    with pytest.raises(ConfigError, match="got an image of 900 x 4 pixels: absolute aspect ratio"):
+    with pytest.raises(DataError, match="got an image of 900 x 4 pixels, expected at most 200 to 1; crop it"):
         seeing.image_ids(page(900, 4))
+    assert seeing.image_ids(page(800, 4))
+
+
+@pytest.mark.engine
+def test_an_image_after_a_blank_keeps_its_first_token(tmp_path: Path) -> None:
+    make_tiny_vision_policy(tmp_path, ["look <b> there"] * 9, seed=0, hidden_size=32, num_layers=1, vision_layers=1)
+    tokenizer = PolicyTokenizer(tmp_path)
+    assert len(tokenizer.encode(" <")) == 1
+    ids = tokenizer.prompt_ids([Message("user", ("page ", PAGE, PAGE, " ", OTHER, " there"))])
+    assert [one.image for one in tokenizer.place(ids, [PAGE, PAGE, OTHER])] == [PAGE, PAGE, OTHER]
+    assert f"page {IMAGE}{IMAGE} <|vision_start|>" in tokenizer.decode(ids)
 
 
 @pytest.mark.engine
@@ -208,18 +221,37 @@ async def test_an_endpoint_gets_images_as_parts() -> None:
 
 
 class Odd(TextEnv):
+    """Shows wrong contents."""
+
+    def __init__(self, prompt: Any = "?", result: StepResult | None = None) -> None:
+        self._prompt, self._result = prompt, result or StepResult()
+
     async def reset(self, task: Task) -> list[Message]:
-        return [Message("user", task.question)]
+        return [Message("user", self._prompt)]
 
     async def act(self, turn: Completion) -> StepResult:
-        return StepResult(observation=(PAGE, 7))  # type: ignore[arg-type]
+        return self._result
 
 
-async def test_observations_are_texts_and_images() -> None:
-    tokenizer, env = ByteTokenizer(), Odd()
+ODD: Any = (PAGE, 7)
+CUT = Image(PAGE.data[:-40], "image/png")
+ODD_CONTENTS: dict[str, tuple[Any, StepResult, str]] = {
+    "prompt": (ODD, StepResult(), "Odd.reset .* as content, expected text, or texts and images"),
+    "no prompt": (None, StepResult(), "Odd.reset .* gave None as content, expected text"),
+    "observation": ("?", StepResult(observation=ODD), "Odd.act .* as observation or result, expected text, or texts"),
+    "restart": ("?", StepResult(restart=(Message("user", ODD),)), "Odd.act .* as content, expected text, or texts"),
+    "cut": ("?", StepResult(restart=(Message("user", (CUT,)),)), "Odd.act .* gave image .* cannot be read as an image"),
+    "thin": ((page(900, 4),), StepResult(), "Odd.reset .* gave image .* 900 x 4 pixels, expected at most 200 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CONTENTS)
+async def test_contents_are_texts_and_images_that_can_be_read(name: str) -> None:
+    prompt, result, expected = ODD_CONTENTS[name]
+    tokenizer = ByteTokenizer()
     recorder = Recorder("x", ScriptedEngine({"x": ["a"]}, tokenizer.encode).generate, tokenizer, Sampling(9), 400, 0)
-    found = await run_trajectory(EnvAttempt(env, recorder), TASK)
-    assert "as observation or result, expected text, or texts and images" in found.error
+    found = await run_trajectory(EnvAttempt(Odd(prompt, result), recorder), TASK)
+    assert found.stop_reason is StopReason.ENV_ERROR and re.search(expected, found.error), found.error
 
 
 @pytest.mark.engine

@@ -22,7 +22,7 @@ MAX_BYTES = 32 << 20
 MAX_PIXELS = 64_000_000
 """Limit of pixels: an A4 page at 600 dpi has 35 million; each takes 3 bytes once it is decoded."""
 _MAX_RATIO = 200
-"""Limit of the longer side over the shorter one of a part: policies refuse thinner images."""
+"""Limit of the longer side over the shorter one: policies refuse thinner images."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _BOMBS = (PIL.Image.DecompressionBombError, PIL.Image.DecompressionBombWarning)
@@ -70,6 +70,8 @@ def _problem(picture: PIL.Image.Image) -> str:
     width, height = picture.size
     if width * height > MAX_PIXELS:
         return f"got an image of {width:,} x {height:,} pixels, expected at most {MAX_PIXELS:,} pixels; make it smaller"
+    if max(width, height) > _MAX_RATIO * min(width, height):
+        return f"got an image of {width:,} x {height:,} pixels, expected at most {_MAX_RATIO} to 1; crop it"
     if (num_frames := vars(picture).get("n_frames", 1)) > 1:
         return f"got an animation of {num_frames} frames, expected a still picture; save one frame"
     if picture.mode not in _MODES:

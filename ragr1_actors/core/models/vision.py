@@ -73,17 +73,14 @@ class ImageReader:
         """Return the rows and columns of an image's placeholders.
 
         Raises:
-            ConfigError: the policy reads no images, or none of this shape.
-            DataError: the image cannot be decoded; see ``read_image``.
+            ConfigError: the policy reads no images.
+            DataError: the image cannot be decoded, or is too thin; see ``read_image``.
         """
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor, (width, height) = self._processor, size_of(image)
         factor, size = processor.patch_size * processor.merge_size, processor.size
-        try:
-            rows, cols = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
-        except ValueError as error:
-            raise ConfigError(f"got an image of {width} x {height} pixels: {error}; crop it") from error
+        rows, cols = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return rows // factor, cols // factor
 
     def patches(self, images: Sequence[Image]) -> _Patches:

@@ -156,8 +156,7 @@ class PolicyTokenizer:
         ids: list[int] = self._pieces.encode(text, add_special_tokens=False).ids
         if self._unwanted_ids.isdisjoint(ids):
             return ids
-        plain: list[int] = self._plain_pieces.encode(text, add_special_tokens=False).ids
-        return plain
+        return list(self._plain_pieces.encode(text, add_special_tokens=False).ids)
 
     def defuse(self, text: str) -> str:
         """Return a document or a question without tags and control tokens, for a prompt: ``"(|im_end|)"``."""
@@ -173,8 +172,7 @@ class PolicyTokenizer:
 
     @cached_property
     def _plain_pieces(self) -> Any:
-        """Copy of the tokenizer that takes no unwanted tokens from a text. Making it takes a second, few texts need
-        it."""
+        """Copy of the tokenizer that takes no unwanted tokens from a text; few texts need it, and it takes a second."""
         return self._without(self._unwanted_ids)
 
     @cached_property
@@ -228,23 +226,26 @@ class PolicyTokenizer:
         """Return the text that token ids add to text before them; ids that end a turn add none, special ones do."""
         ends = self.eos_token_ids
         kept = token_ids if ends.isdisjoint(token_ids) else [token for token in token_ids if token not in ends]
-        text: str = self._pieces.decode(kept, skip_special_tokens=False)
-        return text
+        return str(self._pieces.decode(kept, skip_special_tokens=False))
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a chat up to the assistant's turn; without a chat template, of the contents alone.
 
-        Contents alone begin with the tokenizer's start of sequence, if it puts one before a text.
-
-        Special tokens in the contents count: a recipe's prompt may hold them.
+        Contents alone begin with the tokenizer's start of sequence, if it puts one before a text. Special tokens in the
+        contents count: a recipe's prompt may hold them.
 
         Raises:
             ConfigError: the chat template refuses the messages.
         """
         if self._tokenizer.chat_template is None:
-            text = "\n".join(self._spelled(message.content) for message in messages) + "\n"
-            return [*self._first_ids, *self._backend.encode(text, add_special_tokens=False).ids]
-        ids: list[int] = self._apply_template(messages, tokenize=True, add_generation_prompt=True)
+            ids, text = [*self._first_ids], "\n".join(self._spelled(one.content) for one in messages) + "\n"
+        else:
+            ids, text = [], self._apply_template(messages, tokenize=False, add_generation_prompt=True)
+        # images apart: after a blank, a tiny policy's token " <" would take the beginning of one
+        has_images = bool(images_of(*(one.content for one in messages)))
+        images = "|".join(re.escape(self._added[i]) for i in self._reader.token_ids) if has_images else ""
+        for piece in re.split(f"((?:{images})+)", text) if images else [text]:
+            ids += self._backend.encode(piece, add_special_tokens=False).ids
         return ids
 
     @cached_property
@@ -255,7 +256,7 @@ class PolicyTokenizer:
         """Return the token ids of an image: its start, its placeholders and its end.
 
         Raises:
-            ConfigError: the policy reads no images, or none of this shape.
+            ConfigError: the policy reads no images.
         """
         start, placeholder, end = self._reader.token_ids
         rows, cols = self._reader.grid(image)
@@ -267,7 +268,7 @@ class PolicyTokenizer:
         Raises:
             ConfigError: the chat template leaves an image out, or repeats one.
         """
-        start = self._reader.token_ids[0]
+        start, *_ = self._reader.token_ids
         places = [position + 1 for position, token_id in enumerate(token_ids) if token_id == start]
         if len(places) != len(images):
             raise ConfigError(
@@ -336,8 +337,7 @@ class PolicyTokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a text without any added token."""
-        ids: list[int] = self._plainest_pieces.encode(text, add_special_tokens=False).ids
-        return ids
+        return list(self._plainest_pieces.encode(text, add_special_tokens=False).ids)
 
     @property
     def end_texts(self) -> list[str]:
