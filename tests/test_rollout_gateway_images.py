@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from ragr1_actors.core.images import data_url, size_of
 from ragr1_actors.core.types import Message, Record, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
+from ragr1_actors.rollout.gateway import server
 from ragr1_actors.rollout.gateway.agents import AgentSession
-from ragr1_actors.rollout.gateway.messages import in_front
+from ragr1_actors.rollout.gateway.messages import ChatRequest, in_front, read_request
 
 HERE = __name__
 PAGE, OTHER = page(), page(40, 8, seed=1)
@@ -201,6 +203,20 @@ async def test_an_agent_shows_the_policy_a_page_that_it_found(seeing: PolicyToke
     found = await play(seeing, searches, {"t/0": ["Riga"]}, retriever=OnePage())
     assert (found.answer, seen(found)) == ("A caption.", [(PAGE, TokenKind.PROMPT, 0)])
     assert found.calls[0].records[0].image == PAGE
+
+
+async def test_a_small_file_of_many_pixels_is_not_decoded_in_the_event_loop(
+    seeing: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noting(body: bytes) -> ChatRequest:
+        threads.append(threading.current_thread())
+        return read_request(body)
+
+    monkeypatch.setattr(server, "read_request", noting)
+    await play(seeing, looks, {"t/0": ["one", "two"], "t/0~1": ["three"]})
+    assert len(threads) == 3 and threading.main_thread() not in threads
 
 
 # -- a served policy ---------------------------------------------------------------------------------------------------

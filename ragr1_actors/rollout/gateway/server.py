@@ -48,7 +48,7 @@ MODEL = "policy"
 MAX_BODY_BYTES = 64 * 2**20
 """Limit of a request's body; an image of the largest size takes 43 MiB in base64."""
 _LARGE_BODY_BYTES = 2**18
-"""Size from which a body is read in a thread: images are decoded, and other requests are answered meanwhile."""
+"""Size from which a body is read in a thread, as one with images is: other requests are answered meanwhile."""
 MAX_REWARD = 1e6
 """Largest reward that an agent may post, as advantages are computed in float32."""
 _KEPT_KEYS = 2**16
@@ -60,8 +60,8 @@ _EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache
 
 async def answer_chat(request: web.Request, body: bytes, complete: Complete) -> web.StreamResponse:
     """Answer a request for a chat completion, as a whole or in chunks."""
-    is_large = len(body) > _LARGE_BODY_BYTES
-    asked = await asyncio.to_thread(read_request, body) if is_large else read_request(body)
+    is_slow = len(body) > _LARGE_BODY_BYTES or b"image_url" in body  # 64 million pixels may be 8 kB
+    asked = await asyncio.to_thread(read_request, body) if is_slow else read_request(body)
     if not asked.stream:
         return web.json_response(completion(await complete(asked, None), asked.model or MODEL))
     return await _stream(request, asked, complete)
