@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy, make_tiny_vision
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway import server
 from ragr1_actors.rollout.gateway.agents import AgentSession
-from ragr1_actors.rollout.gateway.messages import ChatRequest, in_front, read_request
+from ragr1_actors.rollout.gateway.messages import MAX_TEXT_BYTES, ApiError, ChatRequest, in_front, read_request
 
 HERE = __name__
 PAGE, OTHER = page(), page(40, 8, seed=1)
@@ -126,7 +127,8 @@ REFUSED = [
     ("data:image/png;base64,AAA", "got a data: URL that is no base64: Incorrect padding"),
     ("data:image/png;base64,Um*lnYQ==", "got a data: URL that is no base64: Only base64 data is allowed"),
     ("data:text/plain;base64,UmlnYQ==", "expected data:image/png;base64,"),
-    ("", "got '', expected data:image/png;base64,"),
+    ("data:image/png;base64,\u00e9", "got a data: URL that is no base64: string argument should contain only ASCII"),
+    ("", 'expected {"url": "data:image/png;base64,.."}'),
     (data_url(Image(b"Riga", "image/png")), "cannot be read as an image in PNG, JPEG or WebP; save it as one"),
     (data_url(Image(b"Riga" * 3_000_000, "image/png")), "cannot be read as an image"),  # 15 MiB in base64
     (data_url(Image(PAGE.data[:-40], "image/png")), "cannot be read as an image in PNG, JPEG or WebP: "),
@@ -155,7 +157,7 @@ async def test_images_that_cannot_be_read_are_refused_and_the_attempt_continues(
     for line, (_, problem) in zip(lines, REFUSED, strict=False):
         assert line.startswith("400 messages: image_url: ") and problem in line
     assert [line.partition(", expected")[0] for line in lines[len(REFUSED) :]] == [
-        "400 messages: got a part of type image_url",
+        "400 messages: image_url: got None",
         "400 messages: got a part of type image_url of the assistant",
         "400 messages: got a part of type audio",
     ]
@@ -217,6 +219,15 @@ async def test_a_small_file_of_many_pixels_is_not_decoded_in_the_event_loop(
     monkeypatch.setattr(server, "read_request", noting)
     await play(seeing, looks, {"t/0": ["one", "two"], "t/0~1": ["three"]})
     assert len(threads) == 3 and threading.main_thread() not in threads
+
+
+def test_a_plain_address_and_too_much_text_are_refused_with_a_sentence() -> None:
+    part = {"type": "image_url", "image_url": data_url(PAGE)}
+    with pytest.raises(ApiError, match=r"image_url: got 'data:image/png;base64,.*, expected \{\"url\": \"data:image"):
+        read_request(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
+    content = [{"type": "text", "text": "x" * MAX_TEXT_BYTES}, *shown(PAGE)]
+    with pytest.raises(ApiError, match="bytes without images, expected at most 8,388,608"):
+        read_request(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
 
 
 # -- a served policy ---------------------------------------------------------------------------------------------------

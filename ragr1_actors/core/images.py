@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import binascii
 import io
 import re
 import struct
@@ -104,7 +103,7 @@ def read_data_url(url: str, name: str) -> Image:
         )
     try:
         data = b64decode(url[head.end() :], validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii's, and Python's for other characters than ASCII
         raise DataError(f"{name}: got a data: URL that is no base64: {error}; encode the image's file") from None
     return read_image(data, name)
 

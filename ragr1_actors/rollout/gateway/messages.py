@@ -33,6 +33,8 @@ Finish = Literal["stop", "length", "tool_calls"]
 CONTEXT_LENGTH = "context_length_exceeded"
 _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
 _ROLES = {"developer": "system"}
+MAX_TEXT_BYTES = 8 * 2**20
+"""Limit of a body without its images: more text would keep the tokenizer busy for minutes."""
 
 
 class ApiError(RequestError):
@@ -64,24 +66,29 @@ def session_has_ended() -> ApiError:
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-class _ImageUrl(BaseModel):
-    url: str
-
-
 class _Part(BaseModel):
     type: str
     text: str = ""
-    image_url: _ImageUrl | None = None
+    image_url: Any = None
+
+    @property
+    def url(self) -> str:
+        """Address of an image; empty if there is none, or it is no text."""
+        url = self.image_url.get("url") if isinstance(self.image_url, dict) else None
+        return url if self.type == "image_url" and isinstance(url, str) else ""
 
     def read(self, role: str) -> str | Image:
         """Return the text or the image; raises ``ApiError`` for another type, and if the image cannot be read."""
         if self.type in ("text", "input_text", "output_text"):
             return self.text
-        if self.type != "image_url" or self.image_url is None or role == "assistant":
+        if self.type != "image_url" or role == "assistant":
             got = f"a part of type {shortened(self.type)}" + " of the assistant" * (role == "assistant")
             raise ApiError(400, f"messages: got {got}, expected text, or an image_url of another role; leave it out")
+        if not self.url:
+            got = shortened(repr(self.image_url))
+            raise ApiError(400, f'messages: image_url: got {got}, expected {{"url": "data:image/png;base64,.."}}')
         try:
-            return read_data_url(self.image_url.url, "messages: image_url")
+            return read_data_url(self.url, "messages: image_url")
         except DataError as error:
             raise ApiError(400, str(error)) from None
 
@@ -177,6 +184,9 @@ def read_request(body: bytes) -> ChatRequest:
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON in UTF-8: {one_line(error)}") from None
     found = checked_as(_Body, given)
+    urls = [part.url for message in found.messages if isinstance(message.content, list) for part in message.content]
+    if (num_bytes := len(body) - sum(map(len, urls))) > MAX_TEXT_BYTES:
+        raise context_is_full(f"got {num_bytes:,} bytes without images, expected at most {MAX_TEXT_BYTES:,}")
     given = {name: value for name, value in (found.model_extra or {}).items() if value is not None}
     choice = given.get("tool_choice", "auto")
     _refuse(given, choice)
