@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -225,9 +226,17 @@ def test_a_plain_address_and_too_much_text_are_refused_with_a_sentence() -> None
     part = {"type": "image_url", "image_url": data_url(PAGE)}
     with pytest.raises(ApiError, match=r"image_url: got 'data:image/png;base64,.*, expected \{\"url\": \"data:image"):
         read_request(json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode())
-    content = [{"type": "text", "text": "x" * MAX_TEXT_BYTES}, *shown(PAGE)]
-    with pytest.raises(ApiError, match="bytes without images, expected at most 8,388,608"):
-        read_request(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+    too_much = "bytes without images, expected at most 8,388,608"
+    for text in ("x" * MAX_TEXT_BYTES, data_url(Image(bytes(MAX_TEXT_BYTES), "image/png"))):
+        content = [{"type": "text", "text": text}, *shown(PAGE)]
+        with pytest.raises(ApiError, match=too_much):
+            read_request(json.dumps({"messages": [{"role": "user", "content": content}]}).encode())
+    with pytest.raises(ApiError, match=too_much):  # before it is parsed
+        read_request(b'{"messages": [' + b"[]," * MAX_TEXT_BYTES)
+    large = shown(Image(random.Random(0).randbytes(9 * 2**20), "image/png"))  # some clients write / as \/
+    body = json.dumps({"messages": [{"role": "user", "content": large}]}).replace("/", "\\/")
+    with pytest.raises(ApiError, match="cannot be read as an image in PNG"):
+        read_request(body.encode())
 
 
 # -- a served policy ---------------------------------------------------------------------------------------------------

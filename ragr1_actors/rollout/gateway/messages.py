@@ -8,6 +8,7 @@ r"""OpenAI's chat completions as this project reads and writes them: pure functi
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ CONTEXT_LENGTH = "context_length_exceeded"
 _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
 _ROLES = {"developer": "system"}
 MAX_TEXT_BYTES = 8 * 2**20
-"""Limit of a body without its images: more text would keep the tokenizer busy for minutes."""
+"""Limit of a body without its images: more would keep the parser or the tokenizer busy for minutes."""
+_IMAGE = re.compile(rb'"data:image\\?/(?:[^"\\]|\\/){100,}"')
 
 
 class ApiError(RequestError):
@@ -179,14 +181,15 @@ def read_request(body: bytes) -> ChatRequest:
     Raises:
         ApiError: 400 with one sentence: it is not such JSON, or asks for something that a recorded policy cannot do.
     """
+    if len(body) > MAX_TEXT_BYTES:
+        _refuse_text(len(body) - sum(len(found[0]) for found in _IMAGE.finditer(body)))
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON in UTF-8: {one_line(error)}") from None
     found = checked_as(_Body, given)
     urls = [part.url for message in found.messages if isinstance(message.content, list) for part in message.content]
-    if (num_bytes := len(body) - sum(map(len, urls))) > MAX_TEXT_BYTES:
-        raise context_is_full(f"got {num_bytes:,} bytes without images, expected at most {MAX_TEXT_BYTES:,}")
+    _refuse_text(len(body) - sum(map(len, urls)))
     given = {name: value for name, value in (found.model_extra or {}).items() if value is not None}
     choice = given.get("tool_choice", "auto")
     _refuse(given, choice)
@@ -214,6 +217,11 @@ def read_request(body: bytes) -> ChatRequest:
         overridden={name: given[name] for name in _OVERRIDDEN if name in given}
         | ({"tool_choice": choice} if choice == "required" else {}),  # smolagents and pydantic-ai send it themselves
     )
+
+
+def _refuse_text(num_bytes: int) -> None:
+    if num_bytes > MAX_TEXT_BYTES:
+        raise context_is_full(f"got {num_bytes:,} bytes without images, expected at most {MAX_TEXT_BYTES:,}")
 
 
 def _refuse(given: dict[str, Any], choice: object) -> None:
