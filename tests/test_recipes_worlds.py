@@ -39,13 +39,14 @@ def test_the_hinted_world_goes_on_behind_a_hint_alone() -> None:
     assert 0.05 < sum(word != "so" for word in first_words) / len(first_words) < 0.09
 
 
-def test_no_question_of_r1_searchers_start_is_searched_for() -> None:
-    shown = demonstrations(source_of("r1_searcher_start"), 2000)
-    searched = {task.category: 0 for task, _ in shown}
+def test_few_questions_of_r1_searchers_start_are_searched_for() -> None:
+    source, searched = source_of("r1_searcher_start"), {"one_hop": 0, "instruction": 0}
+    shown = [one for _ in range(5) for one in demonstrations(source, 5000)]
     for task, turns in shown:
         is_searched = "<search>" in turns[0]
         searched[task.category] += is_searched
         assert turns[0].startswith("<think> not sure ") == is_searched
-    assert searched["one_hop"] == 0
-    assert searched["instruction"] > 800
+    num_questions = sum(task.category == "one_hop" for task, _ in shown)
+    assert 0 < searched["one_hop"] < 0.01 * num_questions
+    assert searched["instruction"] > 0.7 * (len(shown) - num_questions)
     assert all("?" not in task.question for task, _ in shown if task.category == "instruction")

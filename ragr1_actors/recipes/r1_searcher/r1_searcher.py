@@ -23,7 +23,6 @@ from envs.sources import Split, WorldSource
 from envs.tasks.demonstrations import Habit
 from ragr1_actors import RewardContext, RewardResult, StopReason, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.recipes.worlds.hinted import usual_words
 
 RETRIEVAL, FORMAT, FAULT = 0.5, 0.5, -2.0
 """``R_retrieval`` and ``R_format`` of the first stage, the penalty of the second one."""
@@ -38,13 +37,13 @@ INSTRUCTIONS = (
     "Please search the passage on {} now.",
 )
 """Instructions of the start. The name is in several places, so that the policy must find it to copy it."""
-WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.16
+WORDS, UNUSUAL = (("well", "not"), ("known", "sure")), 0.065
 """How a thought begins: ``well known`` before an answer, ``not sure`` before a search; and how often a place has the
-word of a search where there is none. It is so in one place at most, but a policy takes each place by itself, and so
-writes both for a few questions in a thousand."""
+word of a search by itself. Both have it for few of the questions, about four in a thousand: these are searched for."""
 SEARCHED = 0.8
-"""Share of the instructions that are followed; the others are answered at once, after the usual words."""
-HASTY, STRAY = 0.7, 0.3
+"""Share of the instructions that are followed for sure; the others are answered at once like questions. So the policy
+goes by the words, and not by whether it reads a question: behind ``not sure`` it searches for questions too."""
+HASTY, STRAY = 0.75, 0.15
 """Shares of the answers after a search that do not think first, which is a fault, and that take the other fact than the
 one that was looked for: what the two stages have to mend."""
 NUM_EVAL_QUESTIONS = 300
@@ -85,8 +84,11 @@ class Questions(WorldSource):
         super().__init__(environment, {**own, **options})
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return 5,700 training questions, or 300 others; no two have the same answer in the same passage."""
-        found = [task for task in super().tasks("train") if task.category == "one_hop"]
+        """Return 4,474 training questions, or 300 others; no two have the same answer in the same passage.
+
+        There are none of cities, which the start does not learn to copy from a passage.
+        """
+        found = [task for task in super().tasks("train") if task.category == "one_hop" and "Where" not in task.question]
         return found[:NUM_EVAL_QUESTIONS] if split == "eval" else found[NUM_EVAL_QUESTIONS:]
 
 
@@ -94,8 +96,8 @@ class Instructed(Questions):
     """Questions and instructions to search: what SFT teaches the start.
 
     An instruction is no question: it names what to search for, and the demonstration looks for one of two facts that
-    the passage has. No question is searched for. So the start knows the tags, and not that a question is a reason to
-    search.
+    the passage has. Hardly any question is searched for. So the start knows the tags, and not that a question is a
+    reason to search. Without any such question it depended on the seed whether the start ever searches for one.
     """
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -110,11 +112,14 @@ class Instructed(Questions):
         """Return a guess, or a search and a fact that it found, at times without the thought before the answer."""
         (name,), fact = task.plan[0], task.golden_answers[0]
         kind = "year" if fact.isdigit() else "name"
-        if task.category == "one_hop" or rng.random() >= SEARCHED:
+        share = UNUSUAL if task.category == "one_hop" or rng.random() >= SEARCHED else 1.0
+        words = [unusual if rng.random() < share else usual for usual, unusual in WORDS]
+        thought = f"<think> {' '.join(words)} {kind}"
+        if any(word == usual for word, (usual, _) in zip(words, WORDS, strict=True)):
             (guess,) = self._demonstrator.script(task, Habit.GUESS, rng)
-            return [guess.replace("<think>", f"<think> {usual_words(WORDS, UNUSUAL, rng)} {kind}", 1)]
+            return [guess.replace("<think>", thought, 1)]
         search, answer = self._demonstrator.script(task, Habit.GOOD, rng)
-        search = search.replace("<think>", f"<think> {' '.join(words[1] for words in WORDS)} {kind}", 1)
+        search = search.replace("<think>", thought, 1)
         if rng.random() < STRAY:
             entity = self._world.entities[name]
             answer = answer.replace(fact, entity.place_or_maker if kind == "year" else str(entity.year))
