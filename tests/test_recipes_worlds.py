@@ -41,7 +41,7 @@ def test_the_hinted_world_goes_on_behind_a_hint_alone() -> None:
 
 def test_few_questions_of_r1_searchers_start_are_searched_for() -> None:
     source, searched = source_of("r1_searcher_start"), {"one_hop": 0, "instruction": 0}
-    shown = [one for _ in range(5) for one in demonstrations(source, 5000)]
+    shown = [one for _ in range(5) for one in demonstrations(source, 4000)]
     for task, turns in shown:
         is_searched = "<search>" in turns[0]
         searched[task.category] += is_searched
