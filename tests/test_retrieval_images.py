@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from vision_world import page
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.errors import ConfigError, DataError, UserError
 from ragr1_actors.core.images import decoded, read_image, size_of
+from retrieval.http.retriever import HttpRetriever
 from retrieval.images import ImageRetriever, build_image_index
 
 pytestmark = pytest.mark.engine
@@ -105,6 +108,17 @@ async def test_an_index_of_images_and_pdfs_is_found_as_its_folder(
     np.testing.assert_allclose([one.score for one in own], [one.score for one in expected], atol=1e-6)
     printed = invoke("index", "search", str(out), "red", "-k", "1", "--json")
     assert f'"id": "{found[0].id}"' in printed and '"image": null' in printed
+    command = [sys.executable, "-m", "ragr1_actors", "index", "serve", str(out), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            url = next(line.split()[0] for line in server.stderr if line.startswith("http://"))
+            (served,) = await HttpRetriever({"url": url}).search(["red"], 9)
+        finally:
+            server.terminate()
+    assert [(one.id, one.text, one.image) for one in served] == [(one.id, one.text, one.image) for one in found]
+    refused = CliRunner().invoke(app, ["index", "serve", str(out), "--retrievers", "2"])
+    assert isinstance(refused.exception, UserError) and "this process searches" in str(refused.exception)
     with pytest.raises(ConfigError, match="which made the index"):
         ImageRetriever({"folder": str(out), "model": "another"})
     np.save(out / "vectors.npy", np.zeros((2, 8), np.float32))

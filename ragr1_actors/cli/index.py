@@ -272,6 +272,7 @@ def serve(
     from cluster.session.ray_session import ray_session
     from ragr1_actors.core.config import EncoderActors, RetrievalSettings
     from retrieval.http.server import run_server
+    from retrieval.images import ImageRetriever, is_image_index
     from retrieval.replicas.retriever_group import RetrieverGroup
 
     if (mcp or stdio) and find_spec("mcp") is None:
@@ -284,6 +285,13 @@ def serve(
         from retrieval.http.mcp_server import McpEndpoint, run_over_stdio
 
         run = run_over_stdio if stdio else partial(run, mcp=McpEndpoint)
+    if is_image_index(index):
+        if num_retrievers or num_encoders or reranker:
+            raise UserError(
+                f"{index} has page images, which this process searches; give no --retrievers, --encoders or --reranker"
+            )
+        run(ImageRetriever({"folder": str(index), **parse_options(option)}))
+        return
     settings = RetrievalSettings(
         num_retrievers=num_retrievers,
         encoders=EncoderActors(num_encoders=num_encoders),
