@@ -325,7 +325,7 @@ class _Trial(Generic[E]):
 
     async def reset(self) -> None:
         messages = check_prompt(await self.make().reset(TASK), self.env_class.reset)
-        if not any(TASK.question in message.content for message in messages):
+        if not any(TASK.question in message.text for message in messages):
             raise ConfigError(
                 f"{named(self.env_class.reset)} returned {shortened(repr(messages))}, expected the question in one of "
                 "them: else the policy never sees what to answer"

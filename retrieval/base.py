@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ragr1_actors.core.types import ChatModel, Record
 
@@ -101,7 +101,19 @@ class ProbedRetriever(Protocol):
         """Return if the service answers; raises ``RetrievalError`` with the address and the cause if it does not."""
 
 
+class NoRetriever:
+    """Finds nothing: for environments that do not search, and policies that answer from memory."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Take no options."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return no passage for each query."""
+        return [[] for _ in queries]
+
+
 RETRIEVERS = {
+    "none": "retrieval.base:NoRetriever",
     "http": "retrieval.http.retriever:HttpRetriever",
     "web": "retrieval.http.web:WebRetriever",
     "replay": "retrieval.local:ReplayRetriever",

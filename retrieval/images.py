@@ -151,10 +151,18 @@ def build_image_index(source: Path, out: Path, model: str, options: Mapping[str,
         found, vectors = _embed_folder(writing, embedder, settings.batch_size)
         names.extend(found)
         np.save(writing / VECTORS_FILE, vectors)
-        write_json(writing / INDEX_FILE, {"model": model, "names": names})
+        named = str(Path(model).resolve()) if Path(model).is_dir() else model  # an index is searched from any folder
+        write_json(writing / INDEX_FILE, {"model": named, "names": names})
 
     write_folder(out, write, (INDEX_FILE, VECTORS_FILE))
     return len(names)
+
+
+def image_index_info(folder: Path) -> dict[str, Any]:
+    """Return model, number of pages and bytes of an index."""
+    index = read_json_as(ImageIndex, folder / INDEX_FILE)
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return {"index_type": "images", "model": index.model, "count": len(index.names), "bytes": num_bytes}
 
 
 def is_image_index(folder: Path) -> bool:
@@ -283,6 +291,8 @@ class _Embedder:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             self._processor: Any = AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=False)
             self._model.get_text_features, self._model.get_image_features  # noqa: B018
+            if len(self._tokenizer) <= len(self._tokenizer.all_special_tokens):  # made by transformers without files
+                raise ValueError("it has no tokenizer")
         except Exception as error:  # safetensors and tokenizers raise their own exceptions for a damaged file
             raise DataError(
                 f"{name!r} cannot be loaded ({one_line(error)}); give a model of texts and images, such as SigLIP"

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from small_world import invoke
 from typer.testing import CliRunner
+from vision_world import page
 
 from envs import checker
 from envs.base import EnvContext, StepResult, TextEnv
@@ -205,8 +206,14 @@ async def test_one_fault_is_found_where_it_is(env_class: type[TextEnv], name: st
     assert re.search(re.escape(problem).replace(r"\{\}", place), found[name]), found[name]
 
 
+class Pictured(SearchEnv):
+    async def reset(self, task: Task) -> list[Message]:
+        (asked,) = await super().reset(task)
+        return [Message("user", (page(), f"Look: {asked.text}"))]
+
+
 @pytest.mark.parametrize("query_format", ["lines", "comma", "json", "single"])
-@pytest.mark.parametrize("env_class", [SearchEnv, Polite, Calculator, Counted])
+@pytest.mark.parametrize("env_class", [SearchEnv, Polite, Calculator, Counted, Pictured])
 async def test_an_environment_that_works_has_no_fault(env_class: type[TextEnv], query_format: str) -> None:
     settings = AlgorithmConfig().environment(options={"query_format": query_format}).freeze().environment
     assert [check for check in await check_env(env_class, settings) if check.problem] == []

@@ -62,6 +62,13 @@ async def test_a_crop_shows_the_glyph_that_is_asked_for(policy: Path) -> None:
     assert len(found.token_ids) < CONFIG.env_runners.max_context_tokens // 2
 
 
+async def test_the_page_of_a_question_is_shown_without_its_task(policy: Path) -> None:
+    found = await play(policy, Task("t", TASK.question, ()), ["<answer> oak</answer>"])
+    assert [one.image for one in found.images] == [draw(TASK.meta["glyphs"])], found.error
+    other = await play(policy, Task("t", "Which page?", ()), ["<answer> oak</answer>"])
+    assert "got the question 'Which page?', expected one like 'page 1004 top right'" in other.error
+
+
 async def test_what_is_no_part_of_the_page_is_told_and_the_last_turn_answers(policy: Path) -> None:
     found = await play(policy, TASK, ["<bbox>[0,0,9,1]</bbox>", "<answer> oak</answer>"])
     assert found.calls[0].result.startswith("The box [0.0, 0.0, 1.125, 0.125] is not in the image: expected")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,26 @@ def test_pages_are_not_written_over_and_take_no_options_of_passages(model: Path,
         build_image_index(pages, tmp_path / "index", str(model), {"dpi": 1})
     refused = CliRunner().invoke(app, ["index", "build", "--corpus", str(pages), "--out", "x", "--type", "hnsw"])
     assert isinstance(refused.exception, UserError) and "got pages, which take none of them" in str(refused.exception)
+
+
+async def test_an_index_is_searched_from_another_folder(
+    model: Path, pages: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path_factory.mktemp("out") / "index"
+    monkeypatch.chdir(model.parent)
+    build_image_index(pages, out, model.name, {})
+    monkeypatch.chdir(pages)
+    assert len((await ImageRetriever({"folder": str(out)}).search(["red"], 2))[0]) == 2
+    said = invoke("index", "info", str(out))
+    assert str(model) in said and "3" in said
+
+
+async def test_a_model_without_a_tokenizer_is_refused(model: Path, pages: Path, tmp_path: Path) -> None:
+    deaf = Path(shutil.copytree(model, tmp_path / "deaf"))
+    for path in deaf.glob("*token*"):
+        path.unlink()
+    with pytest.raises(DataError, match="it has no tokenizer"):
+        await ImageRetriever({"folder": str(pages), "model": str(deaf)}).search(["red"], 1)
 
 
 async def test_what_cannot_be_searched_is_refused(model: Path, pages: Path, tmp_path: Path) -> None:

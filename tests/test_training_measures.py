@@ -9,8 +9,9 @@ import pytest
 from envs.search import SearchEnv
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import Trajectory
-from ragr1_actors.evaluation.evaluate import eval_result
+from ragr1_actors.evaluation.evaluate import eval_result, own_measures
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.rollout.groups import GroupSummary
 from ragr1_actors.runs.report import RunReport, StageReport, TaskCounts, _table_rows
@@ -21,7 +22,7 @@ def cautious(trajectory: Trajectory) -> float:
 
 
 class MeasuredEnv(SearchEnv):
-    measures: ClassVar = {"cautious": cautious}
+    measures: ClassVar = {"cautious": cautious, "em": cautious}
 
 
 def config(metric: str, env: str = f"{__name__}:MeasuredEnv") -> RunConfig:
@@ -32,12 +33,17 @@ def config(metric: str, env: str = f"{__name__}:MeasuredEnv") -> RunConfig:
 def test_a_measure_of_the_environment_is_averaged_and_stands_in_the_report() -> None:
     means = {"em": 1.0, "f1": 1.0, "rounds": 2.0, "queries": 3.0, "tokens": 9.0}
     summaries = [GroupSummary((1.0,), 0, (), 0, means | {"cautious": value, "other": 7.0}) for value in (1.0, 0.0, 0.5)]
-    found = eval_result(summaries, 0, {"cautious": cautious, "em": cautious})
+    found = eval_result(summaries, 0, own_measures(config("em").environment))
     assert found.measures == {"cautious": 0.5}
     assert found.by_name()["cautious"] == 0.5 and found.by_name()["queries_per_round"] == 1.5
     assert "measures" not in found.by_name()
     report = RunReport((StageReport("rl", found, 1.0),), 1.0, 1, TaskCounts(1, 1, 0, 0, 0))
     assert ("cautious", "0.500") in _table_rows(report)
+
+
+def test_an_agent_has_no_measures_of_the_environment_that_it_replaces() -> None:
+    settings = config("em").environment.model_copy(update={"agent": AgentSettings(function="my_agent:solve")})
+    assert own_measures(settings) == ()
 
 
 @pytest.mark.parametrize("metric", ["em", "f1", "cautious", ""])

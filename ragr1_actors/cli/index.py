@@ -159,8 +159,9 @@ def adopt(
 def info(index: IndexArgument, as_json: JsonOption = False) -> None:
     """Print the manifest of an index, and its size."""
     from retrieval.build import index_info
+    from retrieval.images import image_index_info, is_image_index
 
-    found = index_info(index)
+    found = image_index_info(index) if is_image_index(index) else index_info(index)
     if as_json:
         print_json(found)
     else:

@@ -6,10 +6,7 @@ these prompts. A third baseline, one query per turn, is ``max_queries_per_turn=1
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from retrieval.base import Passage
+from retrieval.base import NoRetriever  # noqa: F401 - stored scores have its path here in their digest
 
 DIRECT_PROMPT = (
     "Answer the question below from what you know; nothing can be looked up. You may reason inside <think> and "
@@ -20,14 +17,3 @@ RAG_PROMPT = (
     "more can be looked up. You may reason inside <think> and </think>. Then write only the short answer inside "
     "<answer> and </answer>.\n{passages}\nQuestion: {question}"
 )
-
-
-class NoRetriever:
-    """A ``Retriever`` that finds nothing, for environments that never search: no index is built or loaded."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        """Take no options."""
-
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return no passage for each query."""
-        return [[] for _ in queries]

@@ -26,7 +26,7 @@ from envs.sources import TaskSources
 from envs.tasks.files import overlap
 from envs.tasks.paths import NamedTasks, shown
 from envs.tasks.published_sets import load_sets
-from ragr1_actors.core.config import RunConfig, SamplerConfig
+from ragr1_actors.core.config import EnvironmentSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.disk.files import WRITING, write_folder
 from ragr1_actors.core.errors import DataError, FleetError, ServiceError
 from ragr1_actors.core.process.progress_bar import Shown, unseen
@@ -183,8 +183,7 @@ class _Pass:
             subject.decoding,
         )
         self._temperature = subject.temperature
-        environment: type[TextEnv] = load_object(subject.config.environment.env, ENVS)
-        self._own = tuple(name for name in environment.measures if name not in MEASURES)
+        self._own = own_measures(subject.config.environment)
         self.scores: list[TaskScore] = [] if out is None else open_scores(out, self.settings)
         self.num_failed = 0
         self.errors: list[str] = []
@@ -340,14 +339,19 @@ def evaluation_tasks(
     return held_out[:count]
 
 
-def eval_result(summaries: Sequence[GroupSummary], num_failed: int, measures: Iterable[str] = ()) -> EvalResult:
-    """Average the groups without a failed trajectory; ``num_failed`` tasks have none.
+def own_measures(settings: EnvironmentSettings) -> tuple[str, ...]:
+    """Return the names of an environment's measures, ``TextEnv.measures``; none where an agent acts in its place."""
+    if settings.agent is not None:
+        return ()
+    environment: type[TextEnv] = load_object(settings.env, ENVS)
+    return tuple(name for name in environment.measures if name not in MEASURES)
 
-    ``measures`` names the measures of the environment, ``TextEnv.measures``.
-    """
+
+def eval_result(summaries: Sequence[GroupSummary], num_failed: int, measures: Iterable[str] = ()) -> EvalResult:
+    """Average the groups without a failed trajectory, and their ``measures``; ``num_failed`` tasks have none."""
     answered = [summary for summary in summaries if not summary.num_failed]
     mean = mean_over([summary.means for summary in answered])
-    own = {name: mean[name] for name in measures if name not in MEASURES}
+    own = {name: mean[name] for name in measures}
     return _from_means(mean, len(answered), num_failed, own)
 
 

@@ -46,7 +46,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from cluster.placement import Placement
-from envs.base import ENVS, TextEnv
 from learners.profiling import RankProfile, start_profile, stop_profile
 from learners.ranks.learner_group import LearnerGroup
 from ragr1_actors.core.config import RunConfig
@@ -57,10 +56,10 @@ from ragr1_actors.core.disk.learner_state import LEARNER_PREFIX
 from ragr1_actors.core.errors import DataError, RunDirectoryError
 from ragr1_actors.core.models.model_files import ADVICE
 from ragr1_actors.core.process.progress_bar import SAMPLED_TOKENS
-from ragr1_actors.core.resolve import MIXTURE, load_object
+from ragr1_actors.core.resolve import MIXTURE
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
 from ragr1_actors.core.types import FailedTask, TrajectoryGroup
-from ragr1_actors.evaluation.evaluate import eval_result
+from ragr1_actors.evaluation.evaluate import eval_result, own_measures
 from ragr1_actors.planning.preflight import check_names, check_services
 from ragr1_actors.planning.prepare import PreparedRun, draw_demonstrations, learnable, prepare
 from ragr1_actors.rollout.groups import FinishedGroup
@@ -427,8 +426,7 @@ class Algorithm:
     def _keep_evaluation(self, name: str, groups: list[FinishedGroup], num_failed: int) -> tuple[EvalResult, Examples]:
         if name and self.config.checkpointing.keep_trajectories:
             keep_trajectories(self.store.path, f"eval_{name}", [group.batch for group in groups])
-        environment: type[TextEnv] = load_object(self.config.environment.env, ENVS)
-        result = eval_result([group.summary for group in groups], num_failed, environment.measures)
+        result = eval_result([group.summary for group in groups], num_failed, own_measures(self.config.environment))
         return result, _examples(groups)
 
     def start_profile(self) -> None:

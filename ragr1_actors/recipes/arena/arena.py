@@ -18,13 +18,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from envs.base import EnvContext, StepResult, TextEnv
 from envs.measures import exact_match
 from envs.sources import Split, WorldSource
 from envs.tasks.world import EntityKind
-from ragr1_actors import Completion, Passage, RewardContext, RewardResult, Task, Trajectory
+from ragr1_actors import Completion, RewardContext, RewardResult, Task, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Message
 
@@ -89,17 +89,6 @@ async def adaptive(trajectory: Trajectory, context: RewardContext) -> RewardResu
     parts = {"format": is_valid(trajectory), "accuracy": accuracy, "relevance": relevance(trajectory)}
     bonus = BONUS * all(value == 1 for value in parts.values())
     return RewardResult(sum(parts.values()) + bonus, parts={**parts, "bonus": bonus})
-
-
-class NoRetriever:
-    """Finds nothing: the passages come with the task."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        """Take no options."""
-
-    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
-        """Return no passage for each query."""
-        return [[] for _ in queries]
 
 
 class ComparedWorld(WorldSource):

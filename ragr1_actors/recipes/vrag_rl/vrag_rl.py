@@ -41,10 +41,8 @@ GLYPHS |= {"fig": "####........####", "bay": "#.#.#.#..#.#.#.#", "yew": "#..##..
 PLACES = {"top left": (1, 1), "top right": (6, 1), "bottom left": (1, 6), "bottom right": (6, 6)}
 """Column and row of each glyph on a page of eight by eight."""
 CELLS, CELL = 8, 16  # on a page, and pixels of one
-GUESSES, LOOKS = 0.6, 0.2
-"""Shares of the demonstrations that guess, and that look at what is asked; the others look anywhere."""
-_NUMBER = r"\s*(\d+(?:\.\d+)?)\s*"
-_BOX = re.compile(rf"\s*<bbox>\s*\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]\s*</bbox>")
+GUESSES, LOOKS = 0.6, 0.2  # shares of the demonstrations that guess, and that look at what is asked, not anywhere
+_BOX = re.compile(r"\s*<bbox>\s*\[" + ",".join([r"\s*(\d+(?:\.\d+)?)\s*"] * 4) + r"\]\s*</bbox>")
 _ASK = "Question: {question}\nReference: {gold}\nAnswer: {answer}\nIs the answer right? Say yes or no."
 
 
@@ -113,7 +111,9 @@ class GlyphEnv(VragEnv):
     async def reset(self, task: Task) -> list[Message]:
         """Return the page and the question."""
         (asked,) = await super().reset(task)
-        self._context.seen.append(draw(task.meta["glyphs"]))
+        if (page := re.match(r"page (\d+)", task.question)) is None:
+            raise ValueError(f"got the question {task.question!r}, expected one like 'page 1004 top right'")
+        self._context.seen.append(draw(_task(int(page[1])).meta["glyphs"]))
         return [Message("user", (*self._context.seen, asked.text))]
 
 
