@@ -41,6 +41,7 @@ RETRIEVAL_TYPES = (
     "http",
     "web",
     "images",
+    "none",
 )
 """Known values of ``retrieval.type``; any other is ``my_module:MyRetriever``."""
 
@@ -313,7 +314,7 @@ class RetrievalSettings(Section):
     type: str = "flat"
     """Type of the index to build: ``flat`` (exact; default), ``fp16``, ``sq8``, ``pq``, ``ivf``, ``ivf_pq``, ``hnsw``,
     ``bm25`` or ``hybrid``. Or a retriever without an index: ``http`` (a ``/retrieve`` server), ``web`` (a search API),
-    ``replay`` (a recorded run), ``images`` (a folder), or a class ``my_module:MyRetriever``."""
+    ``replay`` (a recorded run), ``images`` (a folder), ``none``, or a class ``my_module:MyRetriever``."""
     options: dict[str, Any] = {}
     """Options of the type, by its option names: for ``hnsw`` ``{ef_search: 256}``, for ``http`` ``{url:
     "http://10.0.0.2:8000"}``, for ``replay`` ``{run: runs/mine}``."""
