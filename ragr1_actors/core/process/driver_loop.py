@@ -108,6 +108,6 @@ async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def note_error(task: asyncio.Task[Any]) -> None:
-    """Read a task's error, so that asyncio does not print it; whoever awaits the task gets it, too."""
+    """Read a task's error, so that asyncio does not print it; code that awaits the task gets it too."""
     if not task.cancelled():
         task.exception()
