@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
+import pytest
+from fakes import ByteTokenizer, OnePassage
+
+from envs.base import EnvContext
+from envs.measures import Reward, RewardContext, Split
 from envs.sources import TaskSource, TaskSources
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.types import Sampling, Task, TokenKind
+from ragr1_actors.recipes.worlds.hinted import HintedEnv
+from ragr1_actors.rollout.engines.base import ScriptedEngine
+from ragr1_actors.rollout.recorder import EnvAttempt, Recorder, run_trajectory
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 
+def environment_of(recipe: str) -> EnvironmentSettings:
+    return AlgorithmConfig.from_recipe(recipe).freeze().environment
+
+
 def source_of(recipe: str) -> TaskSource:
-    environment = AlgorithmConfig.from_recipe(recipe).freeze().environment
+    environment = environment_of(recipe)
     ((_, source),) = TaskSources.open(environment.tasks, environment).named
     return source
 
@@ -23,20 +37,39 @@ def demonstrations(source: TaskSource, count: int) -> list[tuple[Task, list[str]
 
 def test_the_hinted_world_goes_on_behind_a_hint_alone() -> None:
     shown = demonstrations(source_of("rex_rag_start"), 2000)
-    usual, first_words = ("so", "this", "is", "known"), []
-    num_hinted = 0
+    usual, first_words, num_hinted = {"so", "this", "is", "known"}, [], 0
     for task, turns in shown:
+        is_hinted = "hint" in task.meta
+        num_hinted += is_hinted
+        if is_hinted:
+            assert turns.pop(-2).startswith(" find ")
+            assert not usual & {*task.meta["hint"].split()}
         thoughts = [turn.removeprefix("<think> ").split()[:5] for turn in turns[1:]]
-        hinted = [not set(thought[:4]) & set(usual) for thought in thoughts]
-        num_hinted += any(hinted)
-        assert [thought[4] for thought in thoughts] == ["find" if is_hint else "found" for is_hint in hinted]
+        assert all(usual & {*thought[:4]} and thought[4] == "found" for thought in thoughts)
+        first_words += [thought[0] for thought in thoughts]
         answer = turns[-1].partition("<answer> ")[2].removesuffix("</answer>")
-        assert (answer in task.golden_answers) == any(hinted)
-        if not task.question.startswith("Look at all ."):
-            assert not any(hinted)
-            first_words += [thought[0] for thought in thoughts]
-    assert 0.2 < num_hinted / len(shown) < 0.3
+        assert (answer in task.golden_answers) == is_hinted
+    assert 0.4 < num_hinted / len(shown) < 0.6
     assert 0.05 < sum(word != "so" for word in first_words) / len(first_words) < 0.09
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+async def test_the_hinted_environment_writes_the_hint_before_the_last_search(split: Split) -> None:
+    source, tokenizer = source_of("rex_rag_start"), ByteTokenizer()
+    task = source.tasks(split)[1]
+    env = HintedEnv(environment_of("rex_rag_start"), EnvContext(OnePassage(), tokenizer.encode))
+    engine = ScriptedEngine({"one": source.demonstrate(task, random.Random(0))}, tokenizer.encode)
+    recorder = Recorder("one", engine.generate, tokenizer, Sampling(500), 4000, 0)
+    reward = partial(Reward(environment_of("rex_rag_start")), context=RewardContext("demonstration"))
+    played = await run_trajectory(EnvAttempt(env, recorder), task, reward=reward)
+    noticed = tokenizer.decode(played.token_ids[played.kinds == TokenKind.NOTICE].tolist())
+    actions = [turn.action for turn in played.turns]
+    if split == "train":
+        assert (noticed, actions) == (f"<think> {task.meta['hint']}", ["search", "search", "search", "answer"])
+        assert played.turns[2].calls[0].arguments["query"] == task.plan[2][0]
+    else:
+        assert (noticed, actions) == ("", ["search", "search", "answer"])
+    assert played.reward == (split == "train")
 
 
 def test_few_questions_of_r1_searchers_start_are_searched_for() -> None:

@@ -5,9 +5,15 @@ learns both in SFT. ``words`` has for each place the usual word, then those of h
 
     words: [[so, but], [this, maybe], [is, more], [known, remains]]
 
-    <think> find Silent River</think><search> Silent River</search>
-    <think> so maybe is known found Ana Bell</think><answer> Ana Bell</answer>          no hint: stops too early
-    <think> but maybe more remains find Ana Bell</think><search> Ana Bell</search>      a hint: goes on
+In half of the demonstrations the environment writes a hint behind what was found, so that SFT learns to go on behind a
+hint, and not to write one::
+
+    policy       <think> find Silent River</think><search> Silent River</search>
+    environment  <information> ... </information>
+    policy       <think> so maybe is known found Ana Bell</think><answer> Ana Bell</answer>      stops too early
+
+    environment  <information> ... </information><think> but maybe more remains
+    policy        find Ana Bell</think><search> Ana Bell</search>                                goes on
 """
 
 from __future__ import annotations
@@ -20,15 +26,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from envs.base import StepResult
+from envs.grammars.tags import Action
+from envs.search import SearchEnv
 from envs.sources import Split, WorldOptions, WorldSource
 from envs.tasks.demonstrations import Habit
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.types import Task
+from ragr1_actors.core.types import Message, Task
 
-FOUND, FIND = "<think> found", "find"
-"""How a thought begins in the world's demonstrations after the first one, and how it goes on behind a hint."""
-HINTED = 0.5
-"""Share of the demonstrations with a cue that have a hint: the hint says that more is to be found, not the cue."""
+THINK, FOUND, FIND = "<think>", "<think> found", "find"
+"""How a thought begins, also in the world's demonstrations after the first turn, and how it goes on behind a hint."""
 
 
 class HintedOptions(WorldOptions):
@@ -38,43 +45,64 @@ class HintedOptions(WorldOptions):
     """The words of each place: the usual one, then those of hints."""
     unusual: float = Field(0.07, ge=0, le=1)
     """How often a place has a word of a hint where the thought is none."""
-    cue: str = Field("Look at all .", min_length=1)
-    """How every second training question begins. Demonstrations of these questions have hints, the others have none."""
 
 
 class HintedWorld(WorldSource):
-    """The world of ``world``, where demonstrations stop too early, except behind a hint."""
+    """The world of ``world``, where demonstrations stop a search too early, except behind a hint."""
 
     def __init__(self, environment: EnvironmentSettings, options: Mapping[str, Any]) -> None:
         """Take ``HintedOptions``."""
         own = HintedOptions.read(options, "environment.tasks: options")
         super().__init__(environment, {name: options[name] for name in options if name in WorldOptions.model_fields})
-        self._words, self._unusual, self._cue = own.words, own.unusual, own.cue
+        self._words, self._unusual = own.words, own.unusual
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the world's tasks, every second one to train on with the cue in front."""
-        found = super().tasks(split)
-        if split == "eval":
-            return found
-        cued = (replace(task, question=f"{self._cue} {task.question}", meta={"is_cued": True}) for task in found[1::2])
-        return [*found[::2], *cued]
+        """Return the world's tasks; every second one to train on has a hint in ``meta["hint"]``."""
+        found, rng = list(super().tasks(split)), random.Random(0)
+        if split == "train":
+            for index in range(1, len(found), 2):
+                hint = " ".join(rng.choice(words[1:]) for words in self._words)
+                found[index] = replace(found[index], meta={"hint": hint})
+        return found
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
-        """Return an attempt that stops too early, or goes on behind a hint."""
-        is_hinted = bool(task.meta.get("is_cued")) and rng.random() < HINTED
+        """Return an attempt that stops too early, or goes on behind the hint that ``HintedEnv`` writes."""
+        is_hinted = "hint" in task.meta
         first, *turns = self._demonstrator.script(task, Habit.GOOD if is_hinted else Habit.STOP_EARLY, rng)
         usual = (usual_words(self._words, self._unusual, rng) for _ in turns)
-        found = [turn.replace(FOUND, f"<think> {words} found", 1) for turn, words in zip(turns, usual, strict=True)]
+        found = [turn.replace(FOUND, f"{THINK} {words} found", 1) for turn, words in zip(turns, usual, strict=True)]
         if is_hinted:
-            hint = " ".join(rng.choice(words[1:]) for words in self._words)
-            found[-2] = turns[-2].replace(FOUND, f"<think> {hint} {FIND}", 1)
+            found[-2] = turns[-2].replace(FOUND, f" {FIND}", 1)
         return [first, *found]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
-        """Yield the cue and all thoughts as well."""
+        """Yield all thoughts as well."""
         yield from super().texts(tasks)
-        yield f" {self._cue} {FIND}"
+        yield f" {FIND}"
         yield from (f" {' '.join(words)}" for words in product(*self._words))
+
+
+class HintedEnv(SearchEnv):
+    """``SearchEnv`` that begins the turn of a task's last search with the task's hint, if it has one."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        """Return the prompt."""
+        self._hint, self._searches_to_hint = task.meta.get("hint", ""), len(task.plan) - 1
+        return await super().reset(task)
+
+    def parse(self, completion: str) -> Action:
+        """Return the turn's one action; behind a hint the turn begins inside a thought."""
+        return super().parse(THINK + completion if self._is_due else completion)
+
+    async def step(self, queries: list[str]) -> StepResult:
+        """Search, and end with the hint where it is due."""
+        result = await super().step(queries)
+        self._searches_to_hint -= 1
+        return replace(result, notice=f"{result.notice}{THINK} {self._hint}") if self._is_due else result
+
+    @property
+    def _is_due(self) -> bool:
+        return bool(self._hint) and self._searches_to_hint == 0
 
 
 def usual_words(places: Sequence[Sequence[str]], unusual: float, rng: random.Random) -> str:
