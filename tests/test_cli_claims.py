@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from small_world import a_persons_environment
+from small_world import a_persons_environment, descendants, ended, wait_for
 from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import app
@@ -72,6 +75,29 @@ def test_an_unknown_method_has_no_claims(tmp_path: Path) -> None:
         "unknown method 'rag-r1'; did you mean 'rag_r1'?" in invoke("claims", "rag-r1", "--run-dir", str(tmp_path))[1]
     )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_run_ends_with_a_killed_claim(tmp_path: Path) -> None:
+    assert invoke("new", "gtr", str(tmp_path / "mine"))[0] == 0
+    command = [sys.executable, "-m", "ragr1_actors", "claims", "mine", *SMALL, "sft.num_steps=1000000"]
+    metrics = tmp_path / "runs/claims/mine/seed0/sft/metrics.jsonl"
+    with (tmp_path / "output").open("w") as output:
+        claims = subprocess.Popen(command, cwd=tmp_path, env=a_persons_environment(), stdout=output, stderr=output)
+        runs = set[int]()
+        try:
+            assert wait_for(metrics.exists, 300, claims)
+            runs = descendants(claims.pid)
+            assert runs
+            claims.kill()
+            claims.wait()
+            assert wait_for(lambda: ended(runs), 120)
+        finally:
+            claims.kill()
+            for pid in runs:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.engine

@@ -16,8 +16,10 @@ checks:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +45,7 @@ from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 _FORM = "write it as the docstring of ragr1_actors/lab/claim.py says"
+_PR_SET_PDEATHSIG = 1
 SCORES = ("em", "f1", "rounds", "queries", "tokens")
 """Numbers of each evaluated trajectory, besides the measures of its environment."""
 
@@ -395,10 +398,18 @@ def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_error
 
 
 def _train(run: ClaimedRun, output: TextIO | None) -> int:
-    """Make a run and return its exit status; an interrupt is passed on to it, and its checkpoint is awaited."""
+    """Make a run and return its exit status; an interrupt is passed on to it, and its checkpoint is awaited.
+
+    The run is told to end, too, if this process is killed.
+    """
     command = [sys.executable, "-m", "ragr1_actors", *run.command]
+    libc = ctypes.CDLL(None)  # loaded before the fork
+
+    def end_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
     # a new session: Ctrl-C in a terminal would reach the run twice, and the second would prevent a checkpoint
-    with subprocess.Popen(command, stdout=output, start_new_session=True) as process:
+    with subprocess.Popen(command, stdout=output, start_new_session=True, preexec_fn=end_with_parent) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
