@@ -95,7 +95,7 @@ def test_runners_and_retrievers_leave_a_node_that_ray_takes_back(tmp_path: Path)
     first = cluster.add_node(num_cpus=1, **store)
     runners = EnvRunnerGroup(make_config(1), sys.argv[1], OnePassage())
     class Stub(RpcActor): pass
-    retrievers = ReplicaSet("retriever", Stub, [()], num_cpus=0.5)
+    retrievers = ReplicaSet(Stub, [()], num_cpus=0.5)
     retrievers.scale_to(1)
     runners.wait_until_ready()
     retrievers.fleet.wait_until_up(500)

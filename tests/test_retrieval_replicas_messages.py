@@ -37,7 +37,7 @@ rankings = st.lists(st.tuples(st.integers(0, 30), scores), max_size=DEPTH, uniqu
 @given(st.lists(rankings, max_size=6))
 def test_what_is_packed_comes_out_again(found: list[list[tuple[int, float]]]) -> None:
     made = [hits(*ranked) for ranked in found]
-    packed = pack([h for h, _ in made], np.array([rows for _, rows in made], np.int64).reshape(-1, DEPTH), "v1")
+    packed = pack([h for h, _ in made], "v1", np.array([rows for _, rows in made], np.int64).reshape(-1, DEPTH))
     answers = unpack([PackedHits(*decode(encode(packed)))], DEPTH)
     assert answers == [h for h, _ in made]
     assert all(answer.index_version == "v1" and not answer.is_cached for answer in answers)
@@ -51,7 +51,7 @@ def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, boo
     everything = list(range(len(rows)))
     left, right = [r for r in everything if rows[r][1]], [r for r in everything if not rows[r][1]]
     parts = [
-        pack([found], np.array([found_rows], np.int64), "v1") for found, found_rows in (answer(left), answer(right))
+        pack([found], "v1", np.array([found_rows], np.int64)) for found, found_rows in (answer(left), answer(right))
     ]
     assert unpack(parts, k) == [answer(everything)[0][:k]]
 
@@ -59,7 +59,7 @@ def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, boo
 def test_a_passage_that_many_queries_found_hardly_adds_to_a_message_and_text_is_compressed() -> None:
     def packed(rows: NDArray[np.int64]) -> PackedHits:
         found = [[Passage(f"p{row}", "title", f"{row} some words " * 40, 0.5) for row in ranked] for ranked in rows]
-        return pack(found, rows, "v1")
+        return pack(found, "v1", rows)
 
     distinct, repeated = packed(np.arange(300).reshape(100, 3)), packed(np.tile(np.arange(3), (100, 1)))
     assert len(distinct.data) > 5 * len(repeated.data)

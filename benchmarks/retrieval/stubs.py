@@ -66,7 +66,7 @@ def start_stubs(index_dir: Path, num_actors: int, service_s: float) -> Any:
     """Return an ``ReplicaSet`` of stubs that a ``RetrieverClient`` searches as any other."""
     from retrieval.replicas.replica_set import ReplicaSet
 
-    fleet = ReplicaSet("retriever", StubActor, [(str(index_dir), service_s)])
+    fleet = ReplicaSet(StubActor, [(str(index_dir), service_s)])
     fleet.scale_to(num_actors)
     fleet.fleet.wait_until_up(300)
     return fleet

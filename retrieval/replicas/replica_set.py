@@ -87,14 +87,16 @@ class PackedHits(NamedTuple):
     """Rows, ids, titles, texts and scores, ``[num_queries][<= depth]``: an ``rpc`` message, compressed by ``CODEC``."""
 
 
-def pack(found: Sequence[Sequence[Passage]], rows: NDArray[np.int64], index_version: str) -> PackedHits:
+def pack(found: Sequence[Sequence[Passage]], index_version: str, rows: NDArray[np.int64] | None = None) -> PackedHits:
     """Pack the passages found for each query.
 
     Args:
         found: ``[num_queries][<= depth]``
-        rows: ``[num_queries, depth]``, the passages' corpus rows, or any numbers that order equal scores.
         index_version: version of the searched index.
+        rows: ``[num_queries, depth]``, the passages' corpus rows, which order equal scores; None if none has to.
     """
+    if rows is None:
+        rows = np.zeros((len(found), max(map(len, found), default=0)), np.int64)
     message = encode(
         [
             [(row, p.id, p.title, p.text, p.score) for row, p in zip(query_rows, passages, strict=False)]
@@ -119,8 +121,8 @@ class ActorLoad(Pulse):
 class RpcActor(RpcServer):
     """Actor whose methods clients call over ZeroMQ, or by Ray if they cannot connect."""
 
-    fleet = "retriever"
-    """Name of its fleet in Prometheus: the label of ``batch_seconds`` and ``batch_queries``."""
+    kind = "retriever"
+    """Name of its fleet, also in Prometheus: the label of ``batch_seconds`` and ``batch_queries``."""
 
     def __init__(self) -> None:
         """Start the thread that loads and answers; clients can connect after ``open``."""
@@ -147,7 +149,7 @@ class RpcActor(RpcServer):
         now = time.monotonic()
         return ActorLoad(
             Process.current(),
-            time.monotonic() - self._started,
+            now - self._started,
             self._busy_s,
             self._num_queries,
             self._num_batches,
@@ -165,8 +167,8 @@ class RpcActor(RpcServer):
         self._num_queries += len(queries)
         self._num_batches += 1
         self._busy_s += took_s
-        observe("batch_seconds", took_s, fleet=self.fleet)
-        observe("batch_queries", len(queries), fleet=self.fleet)
+        observe("batch_seconds", took_s, fleet=self.kind)
+        observe("batch_queries", len(queries), fleet=self.kind)
         return found
 
 
@@ -213,12 +215,9 @@ class RetrieverActor(RpcActor):
     def search_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> PackedHits:
         """Return the passages; ``vectors`` are the encoded queries, float32 ``[len(queries), dimension]``, or None."""
         if self._reranks:
-            found = self._retriever.search_batch(queries, k, vectors)
-            rows = np.zeros((len(queries), max(map(len, found), default=0)), np.int64)
-        else:
-            ranking, found = self._retriever.search_rows(queries, k, vectors)
-            rows = ranking.rows
-        return pack(found, rows, self._retriever.version)
+            return pack(self._retriever.search_batch(queries, k, vectors), self._retriever.version)
+        ranking, found = self._retriever.search_rows(queries, k, vectors)
+        return pack(found, self._retriever.version, ranking.rows)
 
     def rank_batch(self, queries: list[str], k: int, vectors: NDArray[np.float32] | None) -> RowHits:
         """Return the rows of the passages that ``search_batch`` finds, before reranking."""
@@ -227,14 +226,13 @@ class RetrieverActor(RpcActor):
     def open_batch(self, titles: list[str]) -> tuple[PackedHits, list[tuple[str, ...]]]:
         """Return the passages of the page of each title, and the ``Page.near`` of each."""
         pages = self._retriever.open_batch(titles)
-        rows = np.zeros((len(pages), max(map(len, pages), default=0)), np.int64)
-        return pack(pages, rows, self._retriever.version), [page.near for page in pages]
+        return pack(pages, self._retriever.version), [page.near for page in pages]
 
 
 class EncoderActor(RpcActor):
     """Holds the encoder of an index, without the index."""
 
-    fleet = "encoder"
+    kind = "encoder"
 
     def __init__(self, settings: ActorArguments) -> None:
         """Load the encoder and encode once.
@@ -284,7 +282,6 @@ class ReplicaSet:
 
     def __init__(
         self,
-        kind: str,
         actor_class: type[RpcActor],
         arguments: Sequence[tuple[Any, ...]],
         *,
@@ -296,15 +293,14 @@ class ReplicaSet:
         """Begin without members.
 
         Args:
-            kind: one word for names and messages, such as ``retriever``.
             actor_class: class of every actor.
             arguments: arguments of the actors of a member, one tuple for each actor.
             num_cpus: CPUs of one actor, as ``num_gpus`` its GPUs.
             actor_options: returns the placement of the first, second, ... actor that is started.
             hang_timeout_s: see ``Fleet``.
         """
-        self.kind = kind
-        self.name = f"{kind}-{uuid.uuid4().hex[:12]}"
+        self.kind = actor_class.kind
+        self.name = f"{self.kind}-{uuid.uuid4().hex[:12]}"
         """Beginning of the names of all actors."""
         # Ray restarts the actors without limit, but no call: the client retries, on another replica.
         with_options = ray.remote(  # type: ignore[call-overload]  # which lacks concurrency_groups
@@ -322,7 +318,7 @@ class ReplicaSet:
         self._done: dict[Process, tuple[float, int]] = {}
         """Seconds of work and number of answered queries of each process, at the last call of ``state``."""
         self._hang_timeout_s = hang_timeout_s
-        self.fleet = Fleet[ActorLoad](kind, self._start, _ask, hang_timeout_s, on_change=self._publish)
+        self.fleet = Fleet[ActorLoad](self.kind, self._start, _ask, hang_timeout_s, on_change=self._publish)
 
     def _start(self, index: int) -> list[ActorHandle[Any]]:
         started = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,36 +66,46 @@ class RetrieverGroup:
             ConfigError: the index does not fit ``num_shards`` or ``num_encoders``.
         """
         self._settings = settings
-        anywhere_labelled = labelled(settings.label_selector)
         self._index_dir = None if index_dir is None else str(Path(index_dir).resolve())
-        self._fleets: list[ReplicaSet] = []
-        """Fleet of the retrievers, then the encoders' if they are separate actors."""
+        self.fleets: list[ReplicaSet] = []
+        """Fleet of the retrievers, then the encoders' if they are separate actors; empty without actors."""
         self._options = dict(settings.options)
         if settings.type == "replay" and "run" in self._options:
             self._options["run"] = _recorded(str(self._options["run"]), share)
         if self._index_dir is None:
             return
         manifest = Manifest.read(self._index_dir)  # here, since an actor would wrap the error in a traceback
-        if settings.num_retrievers:
-            _check_fleet(settings, manifest)
-            shared = _Shared.of(self._index_dir, manifest, settings, share)
-            self._fleets.append(
-                _start_retrievers(shared, settings, manifest, retriever_options or anywhere_labelled, hang_timeout_s)
+        if not settings.num_retrievers:
+            return
+        _check_fleet(settings, manifest)
+        retrievers, encoder = _actor_arguments(self._index_dir, manifest, settings, share)
+        self.fleets.append(
+            ReplicaSet(
+                RetrieverActor,
+                [(each,) for each in retrievers],
+                num_cpus=settings.num_cpus_per_retriever,
+                num_gpus=settings.num_gpus_per_retriever,
+                actor_options=retriever_options or labelled(settings.label_selector),
+                hang_timeout_s=hang_timeout_s,
             )
-            if settings.encoders.num_encoders:
-                self._fleets.append(
-                    _start_encoders(shared, settings, encoder_options or anywhere_labelled, hang_timeout_s)
+        )
+        if settings.encoders.num_encoders:
+            self.fleets.append(
+                ReplicaSet(
+                    EncoderActor,
+                    [(encoder,)],
+                    num_cpus=settings.encoders.num_cpus,
+                    num_gpus=settings.encoders.num_gpus,
+                    actor_options=encoder_options or labelled(settings.label_selector),
+                    hang_timeout_s=hang_timeout_s,
                 )
-
-    @property
-    def fleets(self) -> tuple[ReplicaSet, ...]:
-        """Fleet of the retrievers, then the encoders' if they are separate actors; empty without actors."""
-        return tuple(self._fleets)
+            )
+        self.scale_to(settings.num_retrievers, settings.encoders.num_encoders or None)
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
         """Actors that hold the index and are not stopped."""
-        return self._fleets[0].actors if self._fleets else []
+        return self.fleets[0].actors if self.fleets else []
 
     def wait_until_ready(self) -> None:
         """Return once every actor has loaded its index and searched once.
@@ -105,7 +114,7 @@ class RetrieverGroup:
             FleetError: an actor did not start; all are stopped.
         """
         try:
-            for fleet in self._fleets:
+            for fleet in self.fleets:
                 fleet.fleet.wait_until_up(START_TIMEOUT_S)
         except BaseException:
             self.stop()
@@ -120,13 +129,13 @@ class RetrieverGroup:
         settings = self._settings
         if self._index_dir is None:
             return open_retriever(None, settings.model_copy(update={"options": self._options}))
-        if not self._fleets:
+        if not self.fleets:
             return open_retriever(self._index_dir, settings)
-        encoder_fleet = self._fleets[1].name if settings.encoders.num_encoders else ""
+        encoder_fleet = self.fleets[1].name if settings.encoders.num_encoders else ""
         pool = PoolArguments(**settings.requests.model_dump())
         # a reranker needs the passages, which only the actors rerank
         index_dir = "" if settings.reranker else self._index_dir
-        return RetrieverClient(self._fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
+        return RetrieverClient(self.fleets[0].name, settings.num_shards, encoder_fleet, pool, index_dir)
 
     def scale_to(self, num_retrievers: int, num_encoders: int | None = None) -> None:
         """Grow or shrink the fleets while they are used; clients follow within ``replica_set.REFRESH_S``.
@@ -137,7 +146,7 @@ class RetrieverGroup:
             num_retrievers: number of replicas, at least 1.
             num_encoders: number of encoders, at least 1; None changes nothing.
         """
-        retrievers, *encoders = self._fleets
+        retrievers, *encoders = self.fleets
         assert num_retrievers >= 1, num_retrievers
         retrievers.scale_to(num_retrievers)
         if num_encoders is not None:
@@ -151,7 +160,7 @@ class RetrieverGroup:
         """
         metrics: dict[str, float] = {}
         reports: list[tuple[float, ClientLoad]] = []
-        for fleet in self._fleets:
+        for fleet in self.fleets:
             loads = fleet.loads()
             reports = reports or client_reports(loads.values())
             metrics |= _fleet_metrics(fleet, list(loads.values()))
@@ -159,7 +168,7 @@ class RetrieverGroup:
 
     def stop(self) -> None:
         """End all actors, without a restart. Searches in flight fail."""
-        for fleet in self._fleets:
+        for fleet in self.fleets:
             fleet.stop()
 
 
@@ -200,78 +209,35 @@ def _recorded(run: str, share: Share) -> AnyFolder:
     return records if isinstance(records, Folder) else run
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """Folders of the retrieval in the form in which actors get them."""
-
-    index: AnyFolder
-    encoder: AnyFolder
-    reranker: AnyFolder
-
-    @classmethod
-    def of(cls, index_dir: str, manifest: Manifest, settings: RetrievalSettings, share: Share) -> _Shared:
-        encoder = "" if manifest.encoder in ("", ENCODER_FOLDER) else share(manifest.encoder)
-        return cls(share(index_dir), encoder, share(settings.reranker) if settings.reranker else "")
-
-    def common(self, manifest: Manifest) -> AnyFolder:
-        """Return the index without its shards: all actors need it, and a node fetches it once."""
-        rest = (file.name for file in manifest.files)
-        return part_of(self.index, MANIFEST_FILE, manifest.corpus.name, *rest, f"{ENCODER_FOLDER}/")
-
-    def shard_files(self, manifest: Manifest, shards: Sequence[int]) -> AnyFolder:
-        """Return some shards of the index; empty for an index without vectors."""
-        return part_of(self.index, *(manifest.shards[number].file.name for number in shards)) if shards else ""
-
-
-def _start_retrievers(
-    shared: _Shared, settings: RetrievalSettings, manifest: Manifest, actor_options: ActorOptions, hang_timeout_s: float
-) -> ReplicaSet:
-    num_cpus, num_gpus = settings.num_cpus_per_retriever, settings.num_gpus_per_retriever
-    arguments = []
+def _actor_arguments(
+    index_dir: str, manifest: Manifest, settings: RetrievalSettings, share: Share
+) -> tuple[list[ActorArguments], ActorArguments]:
+    """Return the arguments of the actors of a retriever, one for each of its shards, and those of an encoder."""
+    encoder = "" if manifest.encoder in ("", ENCODER_FOLDER) else share(manifest.encoder)
+    index = share(index_dir)
+    reranker = share(settings.reranker) if settings.reranker else ""
+    # without the shards: all actors need it, and a node fetches it once
+    rest = [MANIFEST_FILE, manifest.corpus.name, *(file.name for file in manifest.files), f"{ENCODER_FOLDER}/"]
+    retrievers = []
     for number in range(settings.num_shards):
         shards = tuple(range(number, len(manifest.shards), settings.num_shards))
+        files = [manifest.shards[shard].file.name for shard in shards]  # none for an index without vectors
         made = ActorArguments(
-            shared.common(manifest),
-            _num_threads(num_cpus),
-            _device(num_gpus),
-            shared.encoder,
-            shared.reranker,
+            part_of(index, *rest),
+            _num_threads(settings.num_cpus_per_retriever),
+            _device(settings.num_gpus_per_retriever),
+            encoder,
+            reranker,
             settings.options,
             shards if settings.num_shards > 1 else None,
             encodes=manifest.is_dense and not settings.encoders.num_encoders,
-            shard_files=shared.shard_files(manifest, shards),
+            shard_files=part_of(index, *files) if files else "",
         )
-        arguments.append((made,))
-    fleet = ReplicaSet(
-        "retriever",
-        RetrieverActor,
-        arguments,
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        actor_options=actor_options,
-        hang_timeout_s=hang_timeout_s,
-    )
-    fleet.scale_to(settings.num_retrievers)
-    return fleet
-
-
-def _start_encoders(
-    shared: _Shared, settings: RetrievalSettings, actor_options: ActorOptions, hang_timeout_s: float
-) -> ReplicaSet:
-    num_cpus, num_gpus = settings.encoders.num_cpus, settings.encoders.num_gpus
-    index = part_of(shared.index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
-    arguments = [(ActorArguments(index, _num_threads(num_cpus), _device(num_gpus), shared.encoder),)]
-    fleet = ReplicaSet(
-        "encoder",
-        EncoderActor,
-        arguments,
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        actor_options=actor_options,
-        hang_timeout_s=hang_timeout_s,
-    )
-    fleet.scale_to(settings.encoders.num_encoders)
-    return fleet
+        retrievers.append(made)
+    index_of_encoder = part_of(index, MANIFEST_FILE, f"{ENCODER_FOLDER}/")
+    encoders = settings.encoders
+    threads, device = _num_threads(encoders.num_cpus), _device(encoders.num_gpus)
+    return retrievers, ActorArguments(index_of_encoder, threads, device, encoder)
 
 
 def _device(num_gpus: float) -> str:
