@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ async def supporting_recall(
         found += [[(passage.id, passage.title) for passage in top] for top in await retriever.search(asked, max(_KS))]
         count("questions", len(found), len(known))
     # "Riga#2" is a piece of "Riga", as tasks name it, unless "Riga" is there too: then it is another passage.
-    present = corpus.known({name for task in known for name in task.supporting_ids})
+    present = set(corpus.titles({name for task in known for name in task.supporting_ids}))
     recalls: dict[int, list[float]] = {k: [] for k in _KS}
     for task, passages in zip(known, found, strict=True):
         gold = set(task.supporting_ids)
@@ -129,47 +129,37 @@ def _exact_recall(
             )
             for start in starts
         )
-    filled = _filled(_counted(blocks, count, count_of), ranker.empty_rows)
-    truth = _search_exactly(filled, vectors, max(_KS), num_threads)
+    truth = _search_exactly(
+        blocks, ranker.empty_rows, vectors, num_threads, lambda done: count_of("searched exactly", done, count)
+    )
     found = ranker.rank([""] * len(vectors), max(_KS), vectors).rows
     recalls = {f"exact_recall@{k}": _overlap(found[:, :k], truth[:, :k]) for k in _KS}
     return {**recalls, "exact_queries": len(vectors), "exact_vectors": source}
 
 
-_Block = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Rows of the corpus, ``[n]``, with their vectors, ``[n, dimension]``."""
-
-
-def _counted(blocks: Iterable[_Block], num_passages: int, count: CountOf) -> Iterator[_Block]:
-    """Yield the blocks, and count the passages of those that were used."""
-    done = 0
-    for block in blocks:
-        yield block
-        done += len(block[0])
-        count("searched exactly", done, num_passages)
-
-
-def _filled(blocks: Iterable[_Block], empty_rows: NDArray[np.int64]) -> Iterator[_Block]:
-    """Yield the blocks without some rows, which are given ascending."""
-    for rows, vectors in blocks:
-        is_filled = ~np.isin(rows, empty_rows)
-        if is_filled.all():
-            yield rows, vectors
-        elif is_filled.any():
-            yield rows[is_filled], vectors[is_filled]
-
-
 def _search_exactly(
-    blocks: Iterable[_Block], queries: NDArray[np.float32], k: int, num_threads: int
+    blocks: Iterable[tuple[NDArray[np.int64], NDArray[np.float32]]],
+    empty_rows: NDArray[np.int64],
+    queries: NDArray[np.float32],
+    num_threads: int,
+    count: Callable[[int], None],
 ) -> NDArray[np.int64]:
-    """Return the nearest rows, ``[len(queries), min(k, count)]``, holding one block of the vectors at a time."""
+    """Return the nearest rows, ``[len(queries), <= max(_KS)]``, holding one block of the vectors at a time.
+
+    Blocks are rows of the corpus, ``[n]``, with their vectors, ``[n, dimension]``; ``empty_rows`` are left out.
+    ``count`` is told how many rows were searched.
+    """
     from retrieval.indexes.vector_index import VectorIndex
 
-    best = list[Ranking]()
+    done, best = 0, list[Ranking]()
     for rows, vectors in blocks:
-        index = VectorIndex.build([vectors], vectors.shape[1], count=len(vectors))
-        scores, places = index.search(queries, k, num_threads)
-        best = [merge_rankings([*best, Ranking(scores, rows[places])], k)]
+        is_filled = ~np.isin(rows, empty_rows)
+        if is_filled.any():
+            index = VectorIndex.build([vectors[is_filled]], vectors.shape[1], count=int(is_filled.sum()))
+            scores, places = index.search(queries, max(_KS), num_threads)
+            best = [merge_rankings([*best, Ranking(scores, rows[is_filled][places])], max(_KS))]
+        done += len(rows)
+        count(done)
     return best[0].rows
 
 

@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
     assert list(corpus) == passages
     assert len(corpus) == len(passages)
     assert corpus[-1] == passages[-1]
-    assert corpus.known([*(passage.id for passage in passages), "absent!"]) == {passage.id for passage in passages}
+    assert corpus.titles([*(passage.id for passage in passages), "absent!"]) == {one.id: one.title for one in passages}
     assert [path.name for path in directory.iterdir()] == [CORPUS_FILE]
 
 
@@ -47,8 +47,8 @@ def test_every_way_to_read_agrees(tmp_path: Path) -> None:
     for part in (slice(10, 20), slice(None, None, -7), slice(4000, 9000), slice(9990, 20_000), slice(5, 5)):
         assert corpus[part] == passages[part]
     assert list(corpus) == passages
-    assert corpus.known(["p7", "p9999", "p10000", ""]) == {"p7", "p9999"}
-    assert corpus.known([]) == set()
+    assert set(corpus.titles(["p7", "p9999", "p10000", ""])) == {"p7", "p9999"}
+    assert corpus.titles([]) == {}
     for row in (10_000, -10_001):
         with pytest.raises(IndexError):
             corpus[row]

@@ -126,11 +126,6 @@ class Corpus(Sequence[Passage]):
         """Return the passages of ``rows``, in that order."""
         return [Passage(*fields) for fields in zip(*self.fields(rows), strict=True)]
 
-    def known(self, ids: Iterable[str]) -> set[str]:
-        """Return the ids among ``ids`` that passages have, after one pass over all ids of the corpus."""
-        wanted = pa.array(list(ids), pa.large_string())
-        return set(self.ids.filter(pc.is_in(self.ids, value_set=wanted)).to_pylist())
-
     @property
     def has_headings(self) -> bool:
         """Return whether a title has a heading after it, after one pass over all titles."""
@@ -146,10 +141,9 @@ class Corpus(Sequence[Passage]):
 
     def titles(self, ids: Iterable[str]) -> dict[str, str]:
         """Return ``{id: title}`` of the ids that passages have, after one pass over all ids of the corpus."""
-        wanted = pa.array(list(ids), pa.large_string())
-        rows = np.flatnonzero(pc.is_in(self.ids, value_set=wanted).to_numpy(zero_copy_only=False)).tolist()
-        found, titles, _ = self.fields(rows) if rows else ([], [], [])
-        return dict(zip(found, titles, strict=True))
+        is_wanted = pc.is_in(self.ids, value_set=pa.array(list(ids), pa.large_string()))
+        columns = (column.filter(is_wanted).to_pylist() for column in (self.ids, self.title_column))
+        return dict(zip(*columns, strict=True))
 
     def fields(self, rows: Sequence[int]) -> list[list[str]]:
         """Return the ids, titles and texts of ``rows``, in that order: three lists of ``len(rows)``."""
@@ -281,19 +275,16 @@ class Titles:
 
     def _place(self, key: str) -> int:
         """Return the number of titles that come before ``key``."""
-        return bisect_left(range(len(self._rows)), key, key=self._key)
+        return bisect_left(self._rows, key, key=lambda row: _lowered(self._title(row)))
 
-    def _key(self, place: int) -> str:
-        return _lowered(self._title(place))
-
-    def _title(self, place: int) -> str:
-        title: str = self._corpus.title_column[int(self._rows[place])].as_py()
+    def _title(self, row: np.int32) -> str:
+        title: str = self._corpus.title_column[int(row)].as_py()
         return title
 
     def _near(self, key: str) -> list[str]:
         """Return the titles around the place of ``key`` that are most similar to it."""
         place = self._place(key)
-        around = range(max(0, place - _NUM_COMPARED), min(len(self._rows), place + _NUM_COMPARED))
+        around = self._rows[max(0, place - _NUM_COMPARED) : place + _NUM_COMPARED]
         titles = {_lowered(title): title for title in map(page_title, map(self._title, around)) if title}
         found = difflib.get_close_matches(key, titles, _NUM_NEAR, _LEAST_LIKENESS)
         return [" ".join(titles[one].split()) for one in found]

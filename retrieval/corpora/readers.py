@@ -420,8 +420,7 @@ def _read_json(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
     stream = JsonStream(file, path)
     start = stream.peek()
     if start == "[":
-        for number, record in enumerate(stream.elements(), 1):
-            yield from reading.passages(record, f"entry {number}")
+        yield from _read_records(enumerate(stream.elements(), 1), reading, "entry")
     elif start == "{":
         if corpus_format not in ("auto", "hotpotqa"):
             expected = _looks(CORPUS_FORMATS[corpus_format])
