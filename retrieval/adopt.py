@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ragr1_actors.core.disk.files import WRITING, write_file
+from ragr1_actors.core.disk.files import WRITING, stamp_of, write_file
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.resolve import STATIC
 from retrieval.base import Passage
@@ -157,14 +157,15 @@ class _Adopting:
         self._check(match)
         with bar("reading vectors", self.file.count, hidden=not self.progress) as advance:
             self.file.check_finite(advance)
-        names = [self._save(EMPTY_FILE, empty)] if empty.size else []
+        arrays = {EMPTY_FILE: empty} if empty.size else {}
         if row_ids is not None:
             order = np.argsort(row_ids)
-            names.append(self._save(ROWS_FILE, np.stack([row_ids[order], order])))
+            arrays[ROWS_FILE] = np.stack([row_ids[order], order])
+        for name, rows in arrays.items():
+            np.save(self.directory / name, rows)
         write_titles(corpus, self.directory / TITLES_FILE)
-        names.append(TITLES_FILE)
         self._take_file(copy=copy)
-        self._describe(names, match.layout, report_on(passages)).write(self.directory)
+        self._describe([*arrays, TITLES_FILE], match.layout, report_on(passages)).write(self.directory)
         return match
 
     def _write_corpus(self, passages: Iterable[Passage]) -> Rows:
@@ -220,10 +221,6 @@ class _Adopting:
         if self.file.is_l2:
             _check_lengths(self.file, np.array([match.mean_length]), _MEAN_LENGTH_ERROR)
 
-    def _save(self, name: str, rows: Rows) -> str:
-        np.save(self.directory / name, rows)
-        return name
-
     def _take_file(self, *, copy: bool) -> None:
         target = self.directory / _SHARD_FILE
         for unfinished in (target, *self.directory.glob(f"{WRITING}*")):  # left by an interrupted call
@@ -239,7 +236,7 @@ class _Adopting:
                     f"{source} cannot have a second name in {self.directory.parent} ({error.strerror}); add --copy, or "
                     "choose an --out on its file system"
                 ) from error
-        if not self.file.is_still(source if copy else target):
+        if stamp_of(source if copy else target) != self.file.stamp:
             target.unlink()
             raise DataError(
                 f"{source} was changed or replaced while it was compared with the corpus; wait until it is whole, and "

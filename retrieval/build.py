@@ -430,10 +430,12 @@ def work_directory(out_dir: Path, arguments: Mapping[str, Any], restart: bool = 
         is_begun = not restart and _is_begun(directory, arguments)
         try:
             check_free(out_dir)
-            if is_begun:
-                _clear_unfinished(directory)
-            else:
-                _begin(directory, arguments)
+            # Unfinished files of a killed process would become parts of the index.
+            patterns = (f"{SPILL_PREFIX}*", f"{WRITING}*") if is_begun else ("*",)
+            for pattern in patterns:
+                _remove(path for path in directory.glob(pattern) if path.name != _LOCK_FILE)
+            if not is_begun:
+                write_file(directory / ARGUMENTS_FILE, lambda writing: write_json(writing, dict(arguments)))
             yield directory
             publish(directory, out_dir)
         except BaseException as error:
@@ -463,19 +465,9 @@ def _is_begun(directory: Path, wanted: Mapping[str, Any]) -> bool:
     )
 
 
-def _clear_unfinished(directory: Path) -> None:
-    """Remove the unfinished files of a killed process, which would become parts of the index."""
-    for path in (*directory.glob(f"{SPILL_PREFIX}*"), *directory.glob(f"{WRITING}*")):
+def _remove(paths: Iterable[Path]) -> None:
+    for path in list(paths):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _begin(directory: Path, arguments: Mapping[str, Any]) -> None:
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _LOCK_FILE:
-            path.unlink()
-    write_file(directory / ARGUMENTS_FILE, lambda writing: write_json(writing, dict(arguments)))

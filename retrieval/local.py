@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +147,8 @@ class LocalRetriever:
             raise ConfigError(
                 f"{index_dir}: an index of type {manifest.index_type!r} cannot be searched by shards; search it whole"
             )
-        manifest.check_files(self._directory)
+        for file in (manifest.corpus, *manifest.files):  # the shards are checked when they are opened
+            file.check(self._directory)
         self.corpus = self._open_corpus()
         self.dense: DenseRanker | None = None
         """Ranker of the vectors; None for an index without vectors."""
@@ -177,10 +177,6 @@ class LocalRetriever:
         """Name of the evidence: ``Manifest.version``, followed by the name of the reranker."""
         version = self.manifest.version
         return f"{version}+{Path(self._reranker_name).name}" if self._reranker_name else version
-
-    def info(self) -> dict[str, Any]:
-        """Return the manifest with its ``version``."""
-        return {**asdict(self.manifest), "version": self.version}
 
     async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
         """Call ``search_batch``. It blocks the event loop, so that a run in one process has one order."""
@@ -304,14 +300,12 @@ class ReplayRetriever:
 
 
 def _retrieved(directory: Path) -> Iterator[ToolCall]:
+    """Yield the calls that a retriever answered; the environment itself answers calls that are wrong or too many."""
     for path in sorted(directory.glob("*.arrow")):
         trajectories = (trajectory for group in read_trajectories(path) for trajectory in group.trajectories)
-        yield from (call for trajectory in trajectories for call in trajectory.calls if _is_retrieved(call))
-
-
-def _is_retrieved(call: ToolCall) -> bool:
-    """Return whether a retriever answered a call; the environment itself answers calls that are wrong or too many."""
-    return call.tool == SEARCH or (call.tool == OPEN_PAGE and (bool(call.records) or call.result.startswith("[")))
+        for call in (call for trajectory in trajectories for call in trajectory.calls):
+            if call.tool == SEARCH or (call.tool == OPEN_PAGE and (call.records or call.result.startswith("["))):
+                yield call
 
 
 def _key(tool: str, arguments: Mapping[str, Any]) -> str:

@@ -59,8 +59,8 @@ def test_names_find_their_passages_in_any_script(name: str, retrievers: dict[str
     best = found[0][0]
     assert (best.title, best.text) == ("Ana Bell", "Ana Bell was born in town0.")
     assert all(isinstance(hits, Hits) and hits.index_version == retriever.version for hits in found)
-    assert retriever.info()["version"] == retriever.version != ""
-    assert retriever.info()["index_type"] == name
+    assert retriever.manifest.version == retriever.version != ""
+    assert retriever.manifest.index_type == name
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -110,7 +110,7 @@ def test_queries_encoded_elsewhere(retrievers: dict[str, LocalRetriever], index_
 
 
 def test_a_hybrid_query_of_unknown_vectors_falls_back_to_words(retrievers: dict[str, LocalRetriever]) -> None:
-    vectors = np.zeros((1, retrievers["hybrid"].info()["dimension"]), np.float32)
+    vectors = np.zeros((1, retrievers["hybrid"].manifest.dimension), np.float32)
     found = retrievers["hybrid"].search_batch(["dana fox"], 3, vectors)
     by_words = retrievers["bm25"].search_batch(["dana fox"], 3)
     assert [passage.id for passage in found[0]] == [passage.id for passage in by_words[0]] != []

@@ -58,11 +58,6 @@ class CodedParts:
         base, table = faiss.downcast_index(refine.base_index), faiss.downcast_index(refine.refine_index)
         return cls(np.ascontiguousarray(rotation), base, table, refine)
 
-    def rotate(self, vectors: Floats) -> Floats:
-        """Rotate vectors ``[n, dimension]``."""
-        rotated: Floats = vectors @ self.rotation
-        return rotated
-
     @property
     def is_residual(self) -> bool:
         """Whether the bytes encode residuals: not with lists, which cannot look up the codes of a row."""
@@ -85,7 +80,7 @@ def build_faiss_index(
         drawn = sample(checked(blocks, dimension, count), dimension, count, size)
         if coded:
             # Repeated if there are fewer vectors than codes, since faiss refuses to learn 16 codes from 5 vectors.
-            drawn = np.resize(coded.rotate(drawn), (max(len(drawn), _PQ_CENTROIDS), dimension))
+            drawn = np.resize(drawn @ coded.rotation, (max(len(drawn), _PQ_CENTROIDS), dimension))
         (coded.base if coded else index).train(drawn)
     if coded and count:
         _fill_coded(index, coded, checked(blocks, dimension, count), count)
@@ -187,7 +182,7 @@ def _fill(index: Any, blocks: Iterable[Floats], count: int | None) -> None:
 def _fill_coded(index: Any, coded: CodedParts, blocks: Iterable[Floats], count: int) -> None:
     codes, start = _reserve(coded.table, count), 0
     for block in blocks:
-        rotated = coded.rotate(block)
+        rotated: Floats = block @ coded.rotation
         coded.base.add(rotated)
         if coded.is_residual:
             rotated -= coded.base.reconstruct_n(start, len(block))  # the residual is a third as long

@@ -290,10 +290,6 @@ class FaissFile:
         """Return the error for vectors that a search cannot order."""
         return DataError(f"{self.path}: its vectors hold NaN or infinity; make the file again")
 
-    def is_still(self, path: Path) -> bool:
-        """Return whether ``path`` names the file that was mapped, unchanged since then."""
-        return stamp_of(path) == self.stamp
-
     def transformed(self, vectors: Floats) -> Floats:
         """Return the vectors that the file would keep, before its rounding: ``[n, dimension]`` to ``[n, width]``."""
         for part in parts_of(self.index):

@@ -212,15 +212,6 @@ class Manifest:
             )
         return manifest
 
-    def check_files(self, directory: str | Path) -> None:
-        """Compare every file except the shards, which are checked when they are opened.
-
-        Raises:
-            DataError: a file is missing, truncated or changed.
-        """
-        for file in (self.corpus, *self.files):
-            file.check(Path(directory))
-
 
 def _digest(content: dict[str, Any]) -> str:
     """Return a digest of all fields that no other file confirms; the encoder may move, and has a fingerprint."""

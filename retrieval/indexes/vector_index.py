@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -275,18 +274,13 @@ class _FullScan(Scanner):
         return self.rescored(queries, best[0].rows)
 
     def blocks(self) -> Iterator[Floats]:
-        if not self.is_lossless:
-            yield from super().blocks()
-            return
-        view: Floats = self._codes.view(np.float32)
-        yield from (view[start : start + BLOCK_ROWS] for start in range(0, len(view), BLOCK_ROWS))
+        for start in range(0, self._index.ntotal, BLOCK_ROWS):
+            yield self.vectors(slice(start, start + BLOCK_ROWS))  # not copied, where they are as they were given
 
-    def vectors(self, rows: Rows) -> Floats:
-        if self.is_lossless:
-            view: Floats = self._codes.view(np.float32)
-            return view[rows]
-        decoded: Floats = self._index.sa_decode(self._codes[rows])
-        return decoded
+    def vectors(self, rows: Rows | slice) -> Floats:
+        codes = self._codes[rows]
+        found: Floats = codes.view(np.float32) if self.is_lossless else self._index.sa_decode(codes)
+        return found
 
 
 class _CodeScan(Scanner):
@@ -402,36 +396,6 @@ def _set_probes(lists: Any, options: Mapping[str, Any]) -> None:
     lists.nprobe = min(options.get("num_probes") or lists.nprobe, lists.nlist)
 
 
-@dataclass(frozen=True)
-class _AdoptedRows:
-    """Corpus rows of an adopted index's vectors, and the rows that are never found."""
-
-    ids: Rows | None
-    """Ids of the vectors, ascending; None if they are the rows."""
-    rows: Rows | None
-    """Corpus row of each id, ``[len(ids)]``."""
-    empty: Rows
-    """Rows that are never found, ascending."""
-
-    @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> _AdoptedRows:
-        """Map the files that the manifest names, if any."""
-        arrays = {
-            file.name: np.load(directory / file.name, mmap_mode="r")
-            for file in manifest.files
-            if file.name in (ROWS_FILE, EMPTY_FILE)
-        }
-        ids, rows = arrays.get(ROWS_FILE, (None, None))
-        return cls(ids, rows, arrays.get(EMPTY_FILE, np.zeros(0, np.int64)))
-
-    def of(self, ids: Rows) -> Rows:
-        """Return the corpus rows of ids of any shape; ``ABSENT`` stays."""
-        if self.ids is None or self.rows is None:
-            return ids
-        places = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        return np.where(ids == ABSENT, ABSENT, self.rows[places])
-
-
 class DenseRanker:
     """Ranker by the inner product of the vectors of rows and query."""
 
@@ -475,7 +439,12 @@ class DenseRanker:
             raise DataError(f"{directory}: its shards do not hold {manifest.count} vectors; build the index again")
         self._num_threads = num_threads
         self._dimension = manifest.dimension
-        self._adopted = _AdoptedRows.open(directory, manifest)
+        adopted = {file.name for file in manifest.files} & {ROWS_FILE, EMPTY_FILE}
+        arrays: dict[str, Rows] = {name: np.load(directory / name, mmap_mode="r") for name in adopted}
+        self._row_of_id = arrays.get(ROWS_FILE)
+        """Ids of an adopted index's vectors, ascending, and the corpus row of each; None if the ids are the rows."""
+        self.empty_rows = arrays.get(EMPTY_FILE, np.zeros(0, np.int64))
+        """Rows of an adopted index that are never found, ascending."""
         self._layout = manifest.layout
         options = manifest.options | {name: value for name, value in (options or {}).items() if value}  # 0: the default
         folder = Path(shards_dir or directory)
@@ -506,16 +475,19 @@ class DenseRanker:
         """Encode passages in the layout of the index: float32 ``[len(passages), dimension]``."""
         return self.encoder.encode_passages(passages, self._layout)
 
-    @property
-    def empty_rows(self) -> Rows:
-        """Rows of an adopted index that are never found, ascending."""
-        return self._adopted.empty
-
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
         """Yield all vectors of a lossless index, float32 ``[n, dimension]``, and their rows, ``[n]``."""
         for start, index in self._shards:
             for ids, vectors in index.blocks():
-                yield self._adopted.of(ids + start), vectors
+                yield self._corpus_rows(ids + start), vectors
+
+    def _corpus_rows(self, ids: Rows) -> Rows:
+        """Return the corpus rows of ids of any shape; ``ABSENT`` stays."""
+        if self._row_of_id is None:
+            return ids
+        known, rows = self._row_of_id
+        places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        return np.where(ids == ABSENT, ABSENT, rows[places])
 
     def rank(self, queries: list[str], k: int, vectors: Floats | None = None) -> Ranking:
         """Return the best ``min(k, count)`` rows of each query, numbered as in the whole corpus; see ``Rank``.
@@ -558,7 +530,7 @@ class DenseRanker:
             scores, rows = index.search(vectors, k, self._num_threads)
             found.append(Ranking(scores, np.where(rows == ABSENT, ABSENT, rows + start)))
         ranking = merge_rankings(found, k)
-        return ranking if self._adopted.ids is None else best_of(ranking.scores, self._adopted.of(ranking.rows), k)
+        return ranking if self._row_of_id is None else best_of(ranking.scores, self._corpus_rows(ranking.rows), k)
 
 
 def open_encoder(directory: Path, manifest: Manifest, device: str = "cpu", encoder_dir: str = "") -> Encoder:
