@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from ragr1_actors.core.config import AutoscalingSettings, RetrieverAutoscaling, RunnerAutoscaling
 
@@ -246,12 +247,12 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
     """
     first, now = window.states[0], window.now
     passed_s, num_answered = now.time_s - first.time_s, now.num_answered - first.num_answered
-    out = _mean(state.ongoing + state.queued for state in window.states)
+    out = fmean(state.ongoing + state.queued for state in window.states)
     by_requests = out / (settings.target_ongoing_requests or QUERIES_PER_REPLICA)
     if num_answered <= 0 or passed_s <= 0:
         return max(by_requests, size) if out or passed_s <= 0 else 0.0, f"none answered lately, {out:.1f} out"
     more = now.ongoing + now.queued - first.ongoing - first.queued
-    arriving, queued = max(0.0, num_answered + more) / passed_s, _mean(state.queued for state in window.states)
+    arriving, queued = max(0.0, num_answered + more) / passed_s, fmean(state.queued for state in window.states)
     each_s = (now.busy_s - first.busy_s) / num_answered
     by_work = each_s * (arriving + queued / settings.target_queue_time_s) / settings.target_utilization
     busy = (now.busy_s - first.busy_s) / passed_s
@@ -260,8 +261,3 @@ def retriever_demand(window: Window, size: int, settings: RetrieverAutoscaling) 
         f"queue, {out:.1f} out"
     )
     return max(by_work, by_requests), why
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = tuple(values)
-    return sum(found) / len(found)

@@ -99,10 +99,6 @@ class GaugeExport:
                 _gauge(name).set(value, {"run": self._run})
 
 
-def _plain(metric: str) -> str:
-    return re.sub(r"\W", "_", metric, flags=re.ASCII)
-
-
 @cache
 def _histogram(name: str) -> Histogram:
     from ray.util.metrics import Histogram
@@ -122,4 +118,5 @@ def _counter(name: str) -> Counter:
 def _gauge(metric: str) -> Gauge:
     from ray.util.metrics import Gauge
 
-    return Gauge(PREFIX + _plain(metric), f"{metric} of metrics.jsonl", ("run",))
+    name = re.sub(r"\W", "_", metric, flags=re.ASCII)
+    return Gauge(PREFIX + name, f"{metric} of metrics.jsonl", ("run",))

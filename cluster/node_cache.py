@@ -138,8 +138,17 @@ class NodeCache:
         Raises:
             DataError: there is no room, or the fetched files are not the expected ones.
         """
+        entry = self.directory / name
+        with _IN_USE_LOCK:
+            if entry in _IN_USE:
+                return entry
         try:
-            return self._get(name, files, fetch)
+            with locked(self.lock_path(f"{name}.fetch")):
+                if not has_files(entry, files):
+                    self._replace(entry, files, fetch)
+                # at once: who removes the entry holds the other lock, too
+                descriptor = lock(self.lock_path(f"{name}.use"), is_shared=True, waits=True)
+                os.utime(descriptor)  # sets the time of the last use
         except OSError as error:
             if not is_no_room(error):
                 raise
@@ -148,18 +157,6 @@ class NodeCache:
                 f"the disk of the cache {self.directory} of node {socket.gethostname()} has no room to fetch "
                 f"{num_bytes:,} bytes ({error.strerror}); free some, or set {CACHE_VARIABLE} to a larger disk"
             ) from error
-
-    def _get(self, name: str, files: Sequence[FileContent], fetch: Callable[[Path], None]) -> Path:
-        entry = self.directory / name
-        with _IN_USE_LOCK:
-            if entry in _IN_USE:
-                return entry
-        with locked(self.lock_path(f"{name}.fetch")):
-            if not has_files(entry, files):
-                self._replace(entry, files, fetch)
-            # at once: who removes the entry holds the other lock, too
-            descriptor = lock(self.lock_path(f"{name}.use"), is_shared=True, waits=True)
-            os.utime(descriptor)  # sets the time of the last use
         with _IN_USE_LOCK:
             _IN_USE[entry] = descriptor
         return entry

@@ -178,7 +178,8 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
     show(found)
     if not found.missing:
         return
-    with _room(demands) as group:
+    group = _reserve(demands, "PACK")  # the actors take the room afterwards
+    try:
         is_said = False
         is_ready = group.ready()  # PlacementGroup.wait does not keep its timeout
         while not ray.wait([is_ready], timeout=_POLL_S)[0]:
@@ -195,18 +196,10 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
                 cause = "the cluster grows" if at_most.missing else "other jobs on the cluster end"
                 say(f"waiting until {cause}: {found.missing}")
                 is_said = True
-    while place_actors(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
-        time.sleep(_POLL_S)  # until the nodes report that the group is gone
-
-
-@contextmanager
-def _room(demands: Sequence[Demand]) -> Iterator[PlacementGroup]:
-    """Hold room for all actors in this context; the actors take it afterwards."""
-    group = _reserve(demands, "PACK")
-    try:
-        yield group
     finally:
         remove_placement_group(group)
+    while place_actors(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
+        time.sleep(_POLL_S)  # until the nodes report that the group is gone
 
 
 def _reserve(demands: Sequence[Demand], strategy: str) -> PlacementGroup:

@@ -30,8 +30,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
-from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import to_json
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
 
 from cluster.node_cache import FileContent, NodeCache, check_inside, has_files
@@ -141,7 +141,10 @@ class Storage:
             raise
 
     def _fill(self, name: str, write: Callable[[pa.NativeFile], object]) -> None:
-        with self._output(self._path(name)) as stream:
+        path = self._path(name)
+        if isinstance(self._fs, fs.LocalFileSystem):  # an object store has no folders
+            self._fs.create_dir(path.rpartition("/")[0], recursive=True)
+        with self._fs.open_output_stream(path) as stream:
             write(stream)
 
     def download(self, name: str, file: Path) -> str:
@@ -230,14 +233,14 @@ class Storage:
 
     def link(self, name: str, folder: StoredFolder) -> None:
         """Write a listing for a folder of this storage: from then on ``find(name)`` returns it."""
-        self.write(f"{name}.json", _LISTING.dump_json(Listing(folder.prefix, folder.files), indent=1))
+        self.write(f"{name}.json", to_json(Listing(folder.prefix, folder.files), indent=1))
 
     def deliver(self, prefix: str, part: str, folder: Path, files: Sequence[FileContent]) -> None:
         """Upload the files of a part, then the list of them; a reader that comes earlier finds no part."""
         for file in files:
             name = f"{prefix}/{file.name}"
             self._try("write", name, partial(self._fill, name, partial(_copy, folder / file.name)))
-        self.write(f"{prefix}/{part}{_PART_SUFFIX}", _FILES.dump_json(list(files)))
+        self.write(f"{prefix}/{part}{_PART_SUFFIX}", to_json(list(files)))
 
     def _read_as(self, kind: type[T], name: str) -> T | None:
         """Read an object of JSON; None if there is none, ``DataError`` if it is damaged."""
@@ -254,11 +257,6 @@ class Storage:
         root = _connect(self.uri)[1]
         return f"{root}/{name}" if name else root
 
-    def _output(self, path: str) -> Any:
-        if isinstance(self._fs, fs.LocalFileSystem):  # an object store has no folders
-            self._fs.create_dir(path.rpartition("/")[0], recursive=True)
-        return self._fs.open_output_stream(path)
-
     def _try(self, verb: str, name: str, call: Callable[[], T]) -> T:
         """Repeat a call that fails for ``retry_s``; then ``UserError``.
 
@@ -274,15 +272,13 @@ class Storage:
                 )
 
         try:
-            for attempt in Retrying(
+            return Retrying(
                 stop=stop_after_delay(self.retry_s),
                 wait=wait_exponential(0.5, 10),
                 retry=retry_if_exception(_may_pass),
                 before_sleep=tell,
                 reraise=True,
-            ):
-                with attempt:
-                    return call()
+            )(call)
         except FileNotFoundError:
             raise
         except (OSError, pa.ArrowException) as error:
@@ -292,7 +288,6 @@ class Storage:
                 f"cannot {verb} {self.at(name)}: {self._reason(error)}; look at the network, the name and the "
                 "credentials of the storage"
             ) from None  # the error before may hold the URI
-        raise AssertionError("tenacity raises or returns")
 
     def _reason(self, error: BaseException) -> str:
         return _without(one_line(error, 300), self.uri)
@@ -367,9 +362,6 @@ class Reference:
     listing: Listing
 
 
-_LISTING = TypeAdapter(Listing)
-_REFERENCE = TypeAdapter(Reference)
-_FILES = TypeAdapter(list[FileContent])
 _PART_SUFFIX = ".part.json"
 
 
@@ -422,7 +414,7 @@ class StoredFolder:
         if self.storage is None:
             return ""
         found = Reference(self.name, self.path, self.storage.uri, Listing(self.prefix, self.files))
-        return _REFERENCE.dump_json(found).decode()
+        return to_json(found).decode()
 
     @classmethod
     def of(cls, reference: str) -> StoredFolder:

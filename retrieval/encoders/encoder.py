@@ -170,7 +170,13 @@ class Encoder:
                 found.append((positions, embedding))
             for positions, embedding in found:  # copied last: the GPU goes on with the next batches
                 vectors[positions] = embedding.cpu().numpy()
-        self._check_finite(vectors, texts)
+        is_finite = np.isfinite(vectors).all(axis=1)
+        if not is_finite.all():
+            text = texts[int(np.argmin(is_finite))]
+            raise DataError(
+                f"encoder {self.name!r} gives NaN or infinity for {text[:64]!r}; its files are damaged, or its numbers "
+                "overflow in half precision, so copy it again or load it with dtype float32"
+            )
         # Normalised here, not by the model, so that a text without a known word stays the zero vector rather than NaN.
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         normalised: NDArray[np.float32] = np.ascontiguousarray(vectors / np.where(norms > 0, norms, 1), np.float32)
@@ -191,15 +197,6 @@ class Encoder:
         for start in range(0, len(texts), _STATIC_BATCH):
             batch = texts[start : start + _STATIC_BATCH]
             yield list(range(start, start + len(batch))), self._model.preprocess(batch)
-
-    def _check_finite(self, vectors: NDArray[np.float32], texts: list[str]) -> None:
-        is_finite = np.isfinite(vectors).all(axis=1)
-        if not is_finite.all():
-            text = texts[int(np.argmin(is_finite))]
-            raise DataError(
-                f"encoder {self.name!r} gives NaN or infinity for {text[:64]!r}; its files are damaged, or its numbers "
-                "overflow in half precision, so copy it again or load it with dtype float32"
-            )
 
 
 class _Tokens:
@@ -309,16 +306,15 @@ def _load_model(folder: Path, plan: EncoderPlan, device: str, dtype: torch.dtype
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    if not plan.is_plain:
+    if plan.is_plain:
+        no_code = {"trust_remote_code": False}  # without it, transformers asks on the terminal
+        transformer = Transformer(
+            str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
+        )
+        pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=plan.pooling)
+        model = SentenceTransformer(modules=[transformer, pooling], device=device)
+    else:
         model = SentenceTransformer(str(folder), device=device, model_kwargs=settings, local_files_only=True)
-        _check_model(model, folder, plan)
-        return model.eval()
-    no_code = {"trust_remote_code": False}  # without it, transformers asks on the terminal
-    transformer = Transformer(
-        str(folder), model_kwargs=settings | no_code, config_kwargs=no_code, processor_kwargs=dict(no_code)
-    )
-    pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode=plan.pooling)
-    model = SentenceTransformer(modules=[transformer, pooling], device=device)
     _check_model(model, folder, plan)
     return model.eval()
 

@@ -439,15 +439,12 @@ class PooledRetriever:
                 refusals.append(answer)
             else:
                 found[query] = answer
-                self._remember(query, k, answer)
+                if answer.index_version != self._version:
+                    self._cache.clear()
+                    self._version = answer.index_version
+                self._cache[query, k] = answer
+                if len(self._cache) > self._cache_size:
+                    self._cache.popitem(last=False)
         if refusals:
             raise RetrievalError(refusals[0].reason)
         return found
-
-    def _remember(self, query: str, k: int, found: Hits) -> None:
-        if found.index_version != self._version:
-            self._cache.clear()
-            self._version = found.index_version
-        self._cache[query, k] = found
-        if len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
