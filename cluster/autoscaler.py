@@ -137,7 +137,9 @@ class Autoscaler:
         chosen = desired if is_up else max(size for _, size in self._wanted)
         self.num_replicas, self._changed_s, self._was_up = chosen, state.time_s, is_up
         self._wanted.clear()
-        return Decision(chosen, reason + self._bound(wanted))
+        if wanted - 1e-9 > chosen == self._settings.max_replicas:
+            reason += f"; max_replicas allows {chosen} of {math.ceil(min(wanted, _MOST))}"
+        return Decision(chosen, reason)
 
     def _observe(self, state: FleetState) -> Window:
         states, iterations, peaks = self._states, self._iterations, self._peaks
@@ -176,12 +178,6 @@ class Autoscaler:
             return f"{left_s:.0f} s of delay"
         if is_up != self._was_up and (left_s := settings.cooldown_s - (now_s - self._changed_s)) > 1e-6:
             return f"{left_s:.0f} s of cool-down"
-        return ""
-
-    def _bound(self, wanted: float) -> str:
-        settings = self._settings
-        if wanted - 1e-9 > self.num_replicas == settings.max_replicas:
-            return f"; max_replicas allows {settings.max_replicas} of {math.ceil(min(wanted, _MOST))}"
         return ""
 
 

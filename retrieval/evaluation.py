@@ -121,14 +121,9 @@ def _exact_recall(
         source, blocks = "of the index", ranker.blocks()
     else:
         source = f"{count} passages encoded again"
-        starts = range(0, count, _BLOCK)
-        blocks = (
-            (
-                np.arange(start, min(start + _BLOCK, count)),
-                ranker.encode_passages(retriever.corpus[start : start + _BLOCK]),
-            )
-            for start in starts
-        )
+        encode, layout = ranker.encoder.encode_passages, retriever.manifest.layout
+        parts = (range(start, min(start + _BLOCK, count)) for start in range(0, count, _BLOCK))
+        blocks = ((np.array(rows), encode(retriever.corpus.take(rows), layout)) for rows in parts)
     truth = _search_exactly(
         blocks, ranker.empty_rows, vectors, num_threads, lambda done: count_of("searched exactly", done, count)
     )

@@ -95,7 +95,7 @@ def test_queries_are_encoded_by_the_encoder_of_the_index(index_dir: Path) -> Non
     assert found.rows[:, 0].tolist() == [0, 1, 2, 3, 4, ABSENT]
     assert np.array_equal(found.rows, ranker.rank([""] * 6, 2, vectors).rows)
     kept = np.concatenate([block for _, block in ranker.blocks()])
-    assert np.allclose(ranker.encode_passages(PASSAGES), kept, atol=1e-6)
+    assert np.allclose(ranker.encoder.encode_passages(PASSAGES), kept, atol=1e-6)
 
 
 def test_an_encoder_that_was_not_copied_along_is_named(index_dir: Path, tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def build_faiss_index(
     if index_type in _SAMPLE_ROWS:
         blocks = list(blocks) if iter(blocks) is blocks else blocks
         count = sum(map(len, blocks)) if count is None else count
-        num_lists = _num_lists(values.get("num_lists", 0), count)
+        usual = min(int(4 * count**0.5), count // _LEAST_PER_LIST)
+        num_lists = max(1, min(values.get("num_lists", 0) or usual, count))
     index = _make_index(index_type, dimension, {**values, "num_lists": num_lists})
     coded = CodedParts.of(index) if index_type in CODED else None
     if index_type in _SAMPLE_ROWS and count:
@@ -118,11 +119,6 @@ def codes_of(index: Any) -> NDArray[np.uint8]:
     codes = faiss.rev_swig_ptr(index.codes.data(), index.ntotal * index.code_size)
     view: NDArray[np.uint8] = codes.reshape(index.ntotal, index.code_size)
     return view
-
-
-def _num_lists(wanted: int, count: int) -> int:
-    auto = min(int(4 * count**0.5), count // _LEAST_PER_LIST)
-    return max(1, min(wanted or auto, count))
 
 
 def _make_index(index_type: str, dimension: int, values: Mapping[str, int]) -> Any:

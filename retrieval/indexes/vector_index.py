@@ -50,7 +50,6 @@ from retrieval.indexes.manifest import (
 from retrieval.indexes.ranking import ABSENT, SPARE, Ranking, best_of, merge_rankings, without_rows
 
 if TYPE_CHECKING:
-    from retrieval.base import Passage
     from retrieval.encoders.encoder import Encoder
 
 Rows = NDArray[np.int64]
@@ -445,7 +444,6 @@ class DenseRanker:
         """Ids of an adopted index's vectors, ascending, and the corpus row of each; None if the ids are the rows."""
         self.empty_rows = arrays.get(EMPTY_FILE, np.zeros(0, np.int64))
         """Rows of an adopted index that are never found, ascending."""
-        self._layout = manifest.layout
         options = manifest.options | {name: value for name, value in (options or {}).items() if value}  # 0: the default
         folder = Path(shards_dir or directory)
         self._shards = [
@@ -470,10 +468,6 @@ class DenseRanker:
     def is_lossless(self) -> bool:
         """Whether the index keeps the given vectors exactly."""
         return all(index.scanner.is_lossless for _, index in self._shards)
-
-    def encode_passages(self, passages: list[Passage]) -> Floats:
-        """Encode passages in the layout of the index: float32 ``[len(passages), dimension]``."""
-        return self.encoder.encode_passages(passages, self._layout)
 
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
         """Yield all vectors of a lossless index, float32 ``[n, dimension]``, and their rows, ``[n]``."""
