@@ -19,7 +19,6 @@ import os
 import shutil
 import socket
 import stat
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -139,9 +138,8 @@ class NodeCache:
             DataError: there is no room, or the fetched files are not the expected ones.
         """
         entry = self.directory / name
-        with _IN_USE_LOCK:
-            if entry in _IN_USE:
-                return entry
+        if entry in _IN_USE:
+            return entry
         try:
             with locked(self.lock_path(f"{name}.fetch")):
                 if not has_files(entry, files):
@@ -157,8 +155,7 @@ class NodeCache:
                 f"the disk of the cache {self.directory} of node {socket.gethostname()} has no room to fetch "
                 f"{num_bytes:,} bytes ({error.strerror}); free some, or set {CACHE_VARIABLE} to a larger disk"
             ) from error
-        with _IN_USE_LOCK:
-            _IN_USE[entry] = descriptor
+        _IN_USE[entry] = descriptor
         return entry
 
     @contextmanager
@@ -244,4 +241,3 @@ class NodeCache:
 
 _IN_USE: dict[Path, int] = {}
 """Entries that this process uses, with the descriptors of their locks, which close when it ends."""
-_IN_USE_LOCK = threading.Lock()
