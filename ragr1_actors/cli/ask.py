@@ -47,8 +47,7 @@ def ask(
     _check_text(question)
     if not question.strip() and not interactive:
         raise ConfigError("got no question; write it after the run, or add --interactive to type questions")
-    if note := check_inputs(run):
-        print_error(f"note: {note}", "yellow")
+    check_inputs(run)
     with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.evaluation.asking import Asker, answer_as_json
         from ragr1_actors.rollout.recorder import Watch
@@ -151,21 +150,20 @@ class Shown:
         console.print(line, soft_wrap=True)
 
 
-def check_inputs(checkpoint: str) -> str:
+def check_inputs(checkpoint: str) -> None:
     """Refuse a path that is not a run or checkpoint before torch takes seconds to load; ``UserError`` names the path.
 
-    Returns:
-        A note for people about the policy, or "".
+    A note says if the policy is from the middle of SFT.
     """
     from ragr1_actors.runs.run_directory import steps_in_sft
 
-    if (steps := steps_in_sft(checkpoint)) is None:
-        return ""
-    done, num_steps = steps
-    return (
-        f"the policy is from the middle of SFT, step {done:,} of {num_steps:,}, and may not know the format yet; let "
-        "the run go on"
-    )
+    if (steps := steps_in_sft(checkpoint)) is not None:
+        done, num_steps = steps
+        print_error(
+            f"note: the policy is from the middle of SFT, step {done:,} of {num_steps:,}, and may not know the "
+            "format yet; let the run go on",
+            "yellow",
+        )
 
 
 def serve(
@@ -180,8 +178,7 @@ def serve(
 
     token = read_secret("--token-env", token_env)
     check_token(host, token)  # before the policy is loaded
-    if note := check_inputs(run):
-        print_error(f"note: {note}", "yellow")
+    check_inputs(run)
     with ended_during_imports(START_AGAIN), quick_imports():
         from ragr1_actors.evaluation.serving import PolicyServer, load_policy, run_policy_server
 

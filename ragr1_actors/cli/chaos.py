@@ -19,6 +19,8 @@ from ragr1_actors.core.errors import RunDirectoryError, UserError, advised
 
 if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.lab.chaos import Deed, Tally
+    from ragr1_actors.runs.report import RunReport
     from ragr1_actors.runs.run_directory import ScaleAnswer
     from ragr1_actors.runs.storage.store import RunStore
 
@@ -84,11 +86,6 @@ def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> Sc
     return answer
 
 
-if TYPE_CHECKING:
-    from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.lab.chaos import Deed, Tally
-    from ragr1_actors.runs.report import RunReport
-
 FLEETS = {"env runner": "runners", "retriever": "retrievers", "encoder": "encoders", "learner": "learners"}
 """Names of the fleets in an order to a live run."""
 
@@ -148,7 +145,6 @@ def _kinds(config: RunConfig) -> list[str]:
 
 def _kill_actors(run: str, kills: int, seed: int, every_s: float, *, is_asked: bool) -> None:
     """Order a live run to kill some of its actors; its driver and other runs are not affected."""
-    from ragr1_actors.cli.chaos import check_under_way, give_order
     from ragr1_actors.lab.chaos import ANSWER_TIMEOUT_S, LOOK_INTERVAL_S
     from ragr1_actors.runs.storage.store import find_store
 
@@ -226,9 +222,8 @@ def _table(report: RunReport, tally: Tally) -> Table:
         table.add_row("silent", f"{tally.silent:,}")
         table.add_row("refused without a name", f"{tally.unnamed:,}")
     if tally.hangs:
-        table.add_row(
-            "hangs noticed", f"{tally.hangs_noticed:,} of {tally.hangs:,}{_means(tally.noticed_s, ', after ')}"
-        )
+        after = f", after {_means(tally.noticed_s)}" if tally.noticed_s else ""
+        table.add_row("hangs noticed", f"{tally.hangs_noticed:,} of {tally.hangs:,}{after}")
     for kind in (*ACTORS, DRIVER):
         if took_s := tally.back_s.get(kind):
             table.add_row(f"{kind} back after", _means(took_s))
@@ -236,7 +231,5 @@ def _table(report: RunReport, tally: Tally) -> Table:
     return table
 
 
-def _means(took_s: Sequence[float], before: str = "") -> str:
-    if not took_s:
-        return ""
-    return f"{before}{mean(took_s):.1f} s in the mean of {len(took_s)}, {max(took_s):.0f} s at most"
+def _means(took_s: Sequence[float]) -> str:
+    return f"{mean(took_s):.1f} s in the mean of {len(took_s)}, {max(took_s):.0f} s at most"

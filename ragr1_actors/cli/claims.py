@@ -88,12 +88,10 @@ def claims(
             lambda run: print_error(f"{run.name}: {advised(*run.command)}", style="default"),
             as_errors=as_json,
         )
-        found = test.verdicts()
-        holds = holds and all(verdict.holds for verdict in found)
-        if as_json:
-            for verdict in found:
+        for verdict in test.verdicts():
+            holds = holds and verdict.holds
+            if as_json:
                 print_json({"method": test.method, **asdict(verdict)})
-        for verdict in found:
             per_seed = ", ".join(f"{value:.3f}" for value in verdict.per_seed)
             shown = "yes" if verdict.holds else "no"
             table.add_row(test.method, verdict.check, _shown(verdict), per_seed, shown)

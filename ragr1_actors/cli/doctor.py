@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -147,8 +147,7 @@ def packages(needed: list[Requirement]) -> Iterator[Finding]:
 
 def _faiss() -> Finding:
     for name in FAISS:
-        version = installed_version(name)
-        if version:
+        if version := installed_version(name):
             return Finding("FAISS", "ok", f"{name} {version}")
     return Finding("FAISS", "missing", "not installed; pip install -e '.[cpu]', or '.[gpu]' on a machine with GPUs")
 
@@ -167,8 +166,7 @@ def _vllm() -> Iterator[Finding]:
     needs = [Requirement(text) for text in metadata.requires(name) or []]
     for need in needs:
         if need.name == "torch" and (need.marker is None or need.marker.evaluate({"extra": ""})):
-            (found,) = packages([need])
-            yield Finding(f"torch for {name}", found.state, found.found)
+            yield from (replace(found, name=f"torch for {name}") for found in packages([need]))
 
 
 def _gpus() -> Iterator[Finding]:

@@ -229,9 +229,7 @@ def summarise(scores: Sequence[TaskScore], against: Path | None, tasks: list[str
     from envs.tasks.published_sets import published_em
     from ragr1_actors.runs.scores import compare, intervals, read_scores
 
-    found: dict[str, Any] = {
-        "intervals": {name: asdict(interval) for name, interval in intervals(scores).items()},
-    }
+    found: dict[str, Any] = {"intervals": {name: asdict(interval) for name, interval in intervals(scores).items()}}
     if against is not None:
         found["against"] = asdict(compare(scores, read_scores(against)[1]))
     if tasks and len(tasks) == 1 and (published := published_em(tasks[0])):
@@ -248,11 +246,6 @@ def print_evaluation(result: dict[str, Any], details: Mapping[str, Any]) -> None
             print_line(f"{name:>20}  {found['mean']:.3f}, 95 % interval {found['low']:.3f} to {found['high']:.3f}")
         else:
             print_values({name: value})
-    print_details(details)
-
-
-def print_details(details: Mapping[str, Any]) -> None:
-    """Print the results besides the measures: decoding, comparison, latency, overlap, published figures."""
     if decoding := details.get("decoding"):
         print_values({"decoding": decoding})
     if compared := details.get("against"):

@@ -45,7 +45,6 @@ from ragr1_actors.core.process.interrupts import InterruptGuard, ended_during_im
 if TYPE_CHECKING:  # torch, Ray and transformers are loaded inside the commands
     from envs.checker import Check
     from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.runs.report import RunReport
     from ragr1_actors.runs.storage.store import RunStore
 
 
@@ -182,8 +181,7 @@ def train(
         words: tuple[str, ...] = ()
     else:
         config = AlgorithmConfig.from_recipe(recipe).override(overrides or []).freeze()
-        _check_profile(config, profile)
-        config, cleaned, words = _begin(config, store), removed_if_unused(store), (recipe, *(overrides or []))
+        config, cleaned, words = _begin(config, store, profile), removed_if_unused(store), (recipe, *(overrides or []))
     lasts = run_dir is not None and (store.remote is not None or store.path.is_absolute())
     advice = how_to_continue(recipe, str(store), lasts=lasts, repeats=resume or auto_resume)
     with exit_on_interrupt(advice), cleaned:
@@ -211,15 +209,6 @@ def _question(store: RunStore) -> str:
     except DataError as error:  # the run is complete all the same
         print_error(f"note: {error}", style="yellow")
         return evaluate.NO_EXAMPLE
-
-
-def _check_profile(config: RunConfig, num_profiled: int) -> None:
-    num_iterations = config.training.num_iterations
-    if num_profiled and num_profiled >= num_iterations:
-        raise UserError(
-            f"got --profile {num_profiled}, but the run has {num_iterations} iterations, of which the first is not "
-            "profiled; give fewer"
-        )
 
 
 def how_to_continue(recipe: str, run_dir: str, *, lasts: bool, repeats: bool) -> str:
@@ -444,12 +433,18 @@ def main() -> None:
         sys.exit(2)
 
 
-def _begin(config: RunConfig, store: RunStore) -> RunConfig:
+def _begin(config: RunConfig, store: RunStore, num_profiled: int) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
     from ragr1_actors.planning.fit import check_gpus
     from ragr1_actors.planning.preflight import check_names, check_room, check_services, fit_micro_batch
     from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
 
+    num_iterations = config.training.num_iterations
+    if num_profiled and num_profiled >= num_iterations:
+        raise UserError(
+            f"got --profile {num_profiled}, but the run has {num_iterations} iterations, of which the first is not "
+            "profiled; give fewer"
+        )
     config = with_newest_policy(config)
     check_names(config)
     check_gpus(config)
@@ -463,14 +458,10 @@ def _begin(config: RunConfig, store: RunStore) -> RunConfig:
     return config
 
 
-def _run(
-    config: RunConfig, store: RunStore, advice: str, num_profiled: int = 0, words: Sequence[str] = ()
-) -> RunReport:
+def _run(config: RunConfig, store: RunStore, advice: str, num_profiled: int, words: Sequence[str]) -> None:
     """Run to the end and print the table of the run; ``advice`` is printed at an interrupt before its start."""
     with ended_during_imports(advice):
         from ragr1_actors.training.training_run import TrainingRun
 
     run = TrainingRun(config, store, console, num_profiled=num_profiled, words=words)
-    report = run.execute()
-    run.describe_end(report)
-    return report
+    run.describe_end(run.execute())

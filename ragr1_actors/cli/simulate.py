@@ -14,6 +14,10 @@ from ragr1_actors.cli import JsonOption, console, errors, print_json, print_line
 from ragr1_actors.core.errors import UserError
 
 if TYPE_CHECKING:
+    from ragr1_actors.core.config import RunConfig
+    from ragr1_actors.lab.simulation.run import Simulation, Study
+    from ragr1_actors.lab.simulation.workload import Recording, Workload
+    from ragr1_actors.planning.pace import Pace
     from ragr1_actors.planning.plan import Machine, Plan
 
 GIB = 2**30
@@ -93,12 +97,6 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
         table.add_row(f"building the index, h on {num_gpus} GPUs", f"{times.index_s / 3600:,.2f}", "")
     return table
 
-
-if TYPE_CHECKING:
-    from ragr1_actors.core.config import RunConfig
-    from ragr1_actors.lab.simulation.run import Simulation, Study
-    from ragr1_actors.lab.simulation.workload import Recording, Workload
-    from ragr1_actors.planning.pace import Pace
 
 BAR_WIDTH = 30
 _SHOWN_BATCH = 64
