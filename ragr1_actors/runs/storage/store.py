@@ -227,11 +227,6 @@ def find_store(run_dir: str | Path | RunStore) -> RunStore:
     return run_dir if isinstance(run_dir, RunStore) else RunStore(run_dir)
 
 
-def below(run_dir: str, name: str) -> RunStore:
-    """Return the store of a run inside a folder or URI."""
-    return RunStore(with_name(run_dir, name) if is_uri(run_dir) else Path(run_dir) / name)
-
-
 def split_checkpoint(uri: str) -> tuple[str, str]:
     """Return the URI of a run and the name of the part: a checkpoint, ``policy_sft``, or "".
 
