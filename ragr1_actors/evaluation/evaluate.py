@@ -40,7 +40,7 @@ from ragr1_actors.core.schema import (
 )
 from ragr1_actors.core.types import Task, Trajectory, TrajectoryGroup
 from ragr1_actors.evaluation.evaluated_policy import EvalRequest, EvaluatedPolicy, open_policy
-from ragr1_actors.planning.fit import check_gpus
+from ragr1_actors.planning.fit import changed, check_gpus
 from ragr1_actors.planning.preflight import check_sampler, check_services
 from ragr1_actors.planning.prepare import prepare_index, split_tasks
 from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
@@ -127,8 +127,7 @@ def evaluate_policy(
     subject = open_policy(request)
     if request.num_alone:  # a question that is asked again must search again
         requests = subject.config.retrieval.requests.model_copy(update={"cache_size": 0})
-        retrieval = subject.config.retrieval.model_copy(update={"requests": requests})
-        subject = replace(subject, config=subject.config.model_copy(update={"retrieval": retrieval}))
+        subject = replace(subject, config=changed(subject.config, "retrieval", {"requests": requests}))
     _check_subject(subject, request)
     found = evaluation_tasks(subject.run, request.tasks, request.num_tasks, request.data)
     if request.against is not None:

@@ -15,6 +15,7 @@ from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling, StopReason, Trajectory
+from ragr1_actors.planning.fit import changed
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.env_runner import EnvRunner
@@ -62,14 +63,12 @@ def try_agent(config: SamplerConfig) -> list[Check]:
     agent = config.environment.agent
     if agent is None:
         raise ConfigError("environment.agent: got none, expected the agent that is checked")
-    changed: dict[str, Any] = {"deadline_s": min(DEADLINE_S, agent.deadline_s)}
+    here: dict[str, Any] = {"deadline_s": min(DEADLINE_S, agent.deadline_s)}
     if agent.ray:
-        changed |= {"function": agent.ray, "ray": ""}
-    environment = config.environment.model_copy(update={"agent": agent.model_copy(update=changed)})
+        here |= {"function": agent.ray, "ray": ""}
+    config = changed(config, "environment", {"agent": agent.model_copy(update=here)})
     tokenizer = EndpointTokenizer()
-    runner = EnvRunner(
-        config.model_copy(update={"environment": environment}), tokenizer, OnePassage(), _Script(tokenizer)
-    )
+    runner = EnvRunner(config, tokenizer, OnePassage(), _Script(tokenizer))
     loop = DriverLoop()
     try:
         group = loop.run(runner.sample_group(GroupRequest("check", TASK, 1, 0.0)))
@@ -82,13 +81,11 @@ def checks_of(ended: Trajectory) -> list[Check]:
     """Return the checks that ``ragr1 check agent`` prints for the attempt."""
     *_, last = [call.result for call in ended.calls if call.tool == "agent"] or [""]
     last = shortened(last.strip().rpartition("\n")[2])
-    problem = ""
     if ended.stop_reason is not StopReason.ANSWERED:
         problem = f"it ended with {ended.stop_reason.value}: {ended.error or last}"
+        return [Check("it solves a made-up task", problem)]
     names = dict.fromkeys(call.tool for call in ended.calls if call.tool != "agent")
     calls = f", with calls of {', '.join(names)}" if names else ""
-    if problem:
-        return [Check("it solves a made-up task", problem)]
     no_answer = "" if ended.answer or ended.reward else ": ".join(filter(None, ("it gave no answer", last)))
     return [
         Check(f"it solves a made-up task: turns {len(ended.turns)}, rows {len(ended.rows)}{calls}"),

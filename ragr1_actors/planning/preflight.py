@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +51,7 @@ from ragr1_actors.core.errors import ConfigError, UserError, nearest, one_line
 from ragr1_actors.core.models.model_files import check_code, check_files, load_model
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
 from ragr1_actors.core.types import Message, Task
-from ragr1_actors.planning.fit import reserved_gpus
+from ragr1_actors.planning.fit import C, changed, reserved_gpus
 from ragr1_actors.planning.plan import Machine, corpus_of, count_passages, learner_fits, make_plan, this_machine
 from ragr1_actors.planning.tiny_policy import POLICIES, policy_maker
 from ragr1_actors.rollout.chat_format import chat_format_of
@@ -91,15 +91,11 @@ def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool 
             "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
         )
     check_curriculum(environment)
-    _check_best_metric(config)
-    if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
-        TeacherSource(environment, demonstrations)
-
-
-def _check_best_metric(config: RunConfig) -> None:
-    metric, known = config.checkpointing.best_metric, {**MEASURES, **check_environment(config.environment.env).measures}
+    metric, known = config.checkpointing.best_metric, {**MEASURES, **check_environment(environment.env).measures}
     if metric and metric not in known:
         raise ConfigError(f"checkpointing.best_metric: got {metric!r}{nearest(metric, known)}")
+    if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
+        TeacherSource(environment, demonstrations)
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:
@@ -429,9 +425,6 @@ def _at(written: Any) -> str:
     return place and f" ({place})"
 
 
-C = TypeVar("C", bound=SamplerConfig)
-
-
 def check_services(config: C, store: RunStore | None = None) -> C:
     """Ask each model of ``environment.models`` at an endpoint a question, and let the retriever ask its service one.
 
@@ -454,9 +447,9 @@ def _with_tools(config: C, store: RunStore | None) -> C:
         known = stored.get(name)
         listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))
         servers[name] = server.with_tools(listed if known is None else known)
-    environment = config.environment.model_copy(update={"mcp": servers})
-    all_tools(environment, stand_in_context(environment), ToolOptions())  # raises if two have the same name
-    return config.model_copy(update={"environment": environment})
+    config = changed(config, "environment", {"mcp": servers})
+    all_tools(config.environment, stand_in_context(config.environment), ToolOptions())  # raises if two have one name
+    return config
 
 
 def _check_retriever(config: SamplerConfig) -> None:
@@ -509,10 +502,5 @@ def choose_micro_batch(config: RunConfig, machine: Machine, num_passages: int) -
         return config
     longest = config.env_runners.max_context_tokens
     sizes = sorted({max(size, longest) for size in SIZES}, reverse=True)
-    tried = [_with_tokens(config, size) for size in sizes]
+    tried = [changed(config, "learners", {"micro_batch_tokens": size}) for size in sizes]
     return next((one for one in tried if learner_fits(one, machine, num_passages)), tried[-1])
-
-
-def _with_tokens(config: RunConfig, tokens: int) -> RunConfig:
-    learners = config.learners.model_copy(update={"micro_batch_tokens": tokens})
-    return config.model_copy(update={"learners": learners})

@@ -55,30 +55,24 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         """Make the loop; close it like any other."""
-        self._now_s = 0.0
-        super().__init__(_Jump(self._advance))
+        self._jump = _Jump()
+        super().__init__(self._jump)
 
     def time(self) -> float:
         """Return the virtual time in seconds."""
-        return self._now_s
-
-    def _advance(self, seconds: float) -> None:
-        self._now_s += seconds
+        return self._jump.now_s
 
 
 class _Jump(selectors.SelectSelector):
     """Selector that lets the time of a wait pass at once. No file is ever ready."""
 
-    def __init__(self, advance: Callable[[float], None]) -> None:
-        super().__init__()
-        self._advance = advance
+    now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Let ``timeout`` seconds pass; raises ``RuntimeError`` for None, as the wait would have no end."""
         if timeout is None:
             raise RuntimeError("the simulation waits for ever: no timer is set and no task can run")
-        if timeout > 0:
-            self._advance(timeout)
+        self.now_s += max(0.0, timeout)
         return []
 
 
@@ -110,8 +104,6 @@ class SimulatedEngine:
         self._is_changed = self._is_paused = False
         self._num_context = 0  # number of tokens with which the rows began
         self.num_rows = 0
-        self.num_tokens = 0
-        """Number of tokens sampled since the start."""
 
     def play(self, request_id: str, attempt: Attempt) -> None:
         """Set the turns of a request; after its last turn it answers again."""
@@ -147,7 +139,6 @@ class SimulatedEngine:
         await done
         self._num_context -= len(prompt_token_ids)
         self._cached[request_id] = len(prompt_token_ids) + num_tokens
-        self.num_tokens += num_tokens
         return Completion([0] * num_tokens, [0.0] * num_tokens, [version] * num_tokens, text, FinishReason.STOP)
 
     def release(self, request_id: str) -> None:
@@ -280,9 +271,7 @@ class SimulatedRetrievers:
         text = "x" * max(1, round(workload.passage_tokens * CHARACTERS_PER_TOKEN / top_k))
         found = [Passage(f"p{i}", "title", text, 1.0) for i in range(top_k)]
         self._hits = Hits(found, index_version="simulated")
-        self._replicas: dict[str, tuple[SimulatedReplica, _Life]] = {}
-        self._lives: list[_Life] = []
-        self._left: list[SimulatedReplica] = []
+        self._lives: dict[SimulatedReplica, _Life] = {}  # of all replicas, those that have ended included
         self._clients: dict[int, SimulatedClient] = {}
         self._loop = loop
         for _ in range(num_replicas):
@@ -291,20 +280,20 @@ class SimulatedRetrievers:
     @property
     def num_running(self) -> int:
         """Number of replicas that are searched, or will be within ``REFRESH_S``."""
-        return sum(life.ready_s <= self._loop.time() for _, life in self._replicas.values())
+        return len(self._searched())
 
     @property
     def num_starting(self) -> int:
         """Number of replicas that still load."""
-        return len(self._replicas) - self.num_running
+        return len(self._wanted()) - self.num_running
 
     @property
     def busy_s(self) -> float:
         """Replica-seconds of work since the start."""
-        return fsum(replica.busy_s() for replica in self._all())
+        return fsum(replica.busy_s() for replica in self._lives)
 
-    def _all(self) -> list[SimulatedReplica]:
-        return [*self._left, *(replica for replica, _ in self._replicas.values())]
+    def _wanted(self) -> list[SimulatedReplica]:
+        return [replica for replica, life in self._lives.items() if life.ended_s is None]
 
     def state(self) -> FleetState:
         """Return the load for the fleet's autoscaler; requests are queries."""
@@ -317,13 +306,13 @@ class SimulatedRetrievers:
             ongoing=float(outstanding),
             queued=float(waiting),
             busy_s=self.busy_s,
-            num_answered=float(sum(replica.num_queries for replica in self._all()) - outstanding),
+            num_answered=float(sum(replica.num_queries for replica in self._lives) - outstanding),
         )
 
     def metrics(self) -> dict[str, float]:
         """Return the counters of ``RetrieverGroup.metrics``: queries, queries per batch, and seconds of work."""
-        queries = sum(replica.num_queries for replica in self._all())
-        batches = sum(replica.num_batches for replica in self._all())
+        queries = sum(replica.num_queries for replica in self._lives)
+        batches = sum(replica.num_batches for replica in self._lives)
         return {
             "retrieval/retriever_queries": float(queries),
             "retrieval/retriever_batch": queries / batches if batches else 0.0,
@@ -332,7 +321,7 @@ class SimulatedRetrievers:
 
     def replica_s(self) -> float:
         """Return the paid replica-seconds."""
-        return sum(life.seconds(self._loop.time()) for life in self._lives)
+        return sum(life.seconds(self._loop.time()) for life in self._lives.values())
 
     def client(self, number: int) -> SimulatedClient:
         """Return the client of the env runner ``number``."""
@@ -347,26 +336,27 @@ class SimulatedRetrievers:
 
     def scale_to(self, num_replicas: int) -> None:
         """Start replicas, or end the newest: clients follow within ``REFRESH_S``, and batches there are answered."""
-        while len(self._replicas) < num_replicas:
+        before = self._wanted()
+        for _ in range(len(before), num_replicas):
             self._start(self._pace.start_s)
-        while len(self._replicas) > num_replicas:
-            replica, life = self._replicas.pop(next(reversed(self._replicas)))
-            self._left.append(replica)
-            life.ended_s = self._loop.time() + REFRESH_S
+        for replica in before[num_replicas:]:
+            self._lives[replica].ended_s = self._loop.time() + REFRESH_S
         self._loop.call_later(REFRESH_S, self._refresh)
 
     def _start(self, after_s: float) -> None:
         now_s = self._loop.time()
-        life = _Life(now_s, now_s + after_s)
-        self._lives.append(life)
         replica = SimulatedReplica(self._loop, self._pace, self._hits, random.Random(self._rng.getrandbits(32)))
-        self._replicas[f"replica {len(self._lives)}"] = replica, life
+        self._lives[replica] = _Life(now_s, now_s + after_s)
         if after_s:
             self._loop.call_later(after_s + REFRESH_S, self._refresh)
 
     def _searched(self) -> dict[str, SimulatedReplica]:
         now_s = self._loop.time()
-        return {name: replica for name, (replica, life) in self._replicas.items() if life.ready_s <= now_s}
+        return {
+            f"replica {number}": replica
+            for number, (replica, life) in enumerate(self._lives.items(), start=1)
+            if life.ended_s is None and life.ready_s <= now_s
+        }
 
     def _refresh(self) -> None:
         if found := self._searched():

@@ -24,6 +24,7 @@ from ragr1_actors.core.config import EnvironmentSettings, RetrieverAutoscaling, 
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.lab.simulation.fleet import LoadAt, SimulatedRetrievers, SimulatedRunners, VirtualLoop
 from ragr1_actors.lab.simulation.workload import Workload, made_up_task
+from ragr1_actors.planning.fit import changed
 from ragr1_actors.planning.pace import Pace
 from ragr1_actors.rollout.groups import FinishedGroup
 from ragr1_actors.runs.telemetry.events import ScalingDecision
@@ -111,16 +112,13 @@ def simulate(
     workload: Workload,
     size: Size,
     num_iterations: int,
-    *,
-    load_at: LoadAt = lambda time_s: 1.0,
 ) -> Simulation:
     """Run ``num_iterations`` in virtual time, after a warm-up of one, and of one more for each version of lag.
 
-    The same arguments give the same result to the bit; the seed is ``debugging.seed``. ``load_at`` scales the work of a
-    token over time.
+    The same arguments give the same result to the bit; the seed is ``debugging.seed``.
     """
     with closing(VirtualLoop()) as loop:
-        simulator = Simulator(loop, config, pace, workload, size, load_at)
+        simulator = Simulator(loop, config, pace, workload, size, lambda time_s: 1.0)
         try:
             for _ in range(1 + config.training.max_policy_lag):
                 simulator.train()
@@ -248,9 +246,9 @@ class Simulator:
 
 def _shuffled(config: RunConfig) -> RunConfig:
     """Return the configuration with the default curriculum, as others may read fields that made-up tasks lack."""
-    environment = EnvironmentSettings()
-    default = {"curriculum": environment.curriculum, "curriculum_options": environment.curriculum_options}
-    return config.model_copy(update={"environment": config.environment.model_copy(update=default)})
+    default = EnvironmentSettings()
+    curriculum = {"curriculum": default.curriculum, "curriculum_options": default.curriculum_options}
+    return changed(config, "environment", curriculum)
 
 
 def load_of(config: RunConfig, iterations: Sequence[Iteration]) -> Load:
@@ -343,14 +341,9 @@ def smallest_enough(curve: Sequence[Simulation]) -> Simulation:
 
 def with_autoscaling(config: RunConfig, largest: Size | None) -> RunConfig:
     """Return the recipe with autoscaling of both fleets from one replica to a size, unless it has it; None: without."""
-    runners, retrieval = config.env_runners, config.retrieval
-    by_runners = None if largest is None else runners.autoscaling or RunnerAutoscaling(max_replicas=largest.num_runners)
-    by_queries = (
-        None if largest is None else retrieval.autoscaling or RetrieverAutoscaling(max_replicas=largest.num_retrievers)
-    )
-    return config.model_copy(
-        update={
-            "env_runners": runners.model_copy(update={"autoscaling": by_runners}),
-            "retrieval": retrieval.model_copy(update={"autoscaling": by_queries}),
-        }
-    )
+    by_runners, by_queries = None, None
+    if largest is not None:
+        by_runners = config.env_runners.autoscaling or RunnerAutoscaling(max_replicas=largest.num_runners)
+        by_queries = config.retrieval.autoscaling or RetrieverAutoscaling(max_replicas=largest.num_retrievers)
+    config = changed(config, "env_runners", {"autoscaling": by_runners})
+    return changed(config, "retrieval", {"autoscaling": by_queries})
