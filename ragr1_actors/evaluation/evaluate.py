@@ -268,12 +268,8 @@ def _result(whole: _Pass) -> EvalResult:
 
 def _from_means(mean: Mapping[str, float], num_tasks: int, num_failed: int, own: dict[str, float]) -> EvalResult:
     return EvalResult(
-        em=mean["em"],
-        f1=mean["f1"],
-        rounds=mean["rounds"],
+        **{name: mean[name] for name in _IN_RESULT},
         queries_per_round=ratio(mean, *RATIOS["queries_per_round"]),
-        queries=mean["queries"],
-        tokens=mean["tokens"],
         num_tasks=num_tasks,
         num_failed=num_failed,
         measures=own,

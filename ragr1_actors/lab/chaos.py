@@ -22,14 +22,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import psutil
+
+from ragr1_actors.core.disk.files import INDEX, SFT_POLICY
 from ragr1_actors.core.errors import RunDirectoryError, UserError
+from ragr1_actors.runs.checkpoint import Checkpoints
 from ragr1_actors.runs.report import REPORT_JSON
+from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.metrics import read_metrics
-
-if TYPE_CHECKING:
-    import psutil
 
 DRIVER = "driver"
 ACTORS = {
@@ -142,8 +144,6 @@ class Victim:
 
     def start(self) -> None:
         """Start or continue the run."""
-        import psutil
-
         with self.log.open("ab") as output:
             self.driver = psutil.Popen(self._command, stdout=output, stderr=subprocess.STDOUT)
 
@@ -162,8 +162,6 @@ class Victim:
     @staticmethod
     def _title(process: psutil.Process) -> str:
         """Return Ray's name of a process, such as ``ray::LearnerWorker.update``; "" if it has stopped or ended."""
-        import psutil
-
         try:
             is_worker = process.name().startswith("ray::") and process.status() != psutil.STATUS_STOPPED
             return str(process.cmdline()[0]) if is_worker else ""
@@ -250,8 +248,7 @@ def ended(victim: Victim) -> Iterator[None]:
         yield
     finally:
         if not victim.has_ended:
-            victim.driver.terminate()
-            victim.driver.wait()
+            victim.stop()
 
 
 def _kill(victim: Victim, hit: Hit, rng: random.Random, tally: Tally) -> str | None:
@@ -406,8 +403,6 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
     The folders are the newest checkpoint, ``policy_sft`` and ``index``, with equal probability, as are the files of
     one. Files that no run reads again are not chosen: logs, curves, reports and the cache of the viewer.
     """
-    from ragr1_actors.core.disk.files import INDEX, SFT_POLICY
-
     folders = [newest_checkpoint(run_dir), run_dir / SFT_POLICY, run_dir / INDEX]
     files = [_files(folder) for folder in folders if folder is not None and folder.is_dir()]
     if not any(files):
@@ -422,13 +417,8 @@ def draw_damage(run_dir: Path, rng: random.Random) -> Damage:
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """Return the folder of the newest whole checkpoint."""
-    from ragr1_actors.core.disk.files import CHECKPOINTS
-
-    steps = {int(found[1]): path for path in (run_dir / CHECKPOINTS).glob("*") if (found := _STEP.fullmatch(path.name))}
-    return steps[max(steps)] if steps else None
-
-
-_STEP = re.compile(r"step_(\d+)")
+    newest = Checkpoints(RunStore(run_dir)).latest()
+    return None if newest is None else Path(str(newest))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -41,7 +41,7 @@ from ragr1_actors.runs.report import REPORT_JSON, EvalResult, read_report
 from ragr1_actors.runs.run_directory import as_started, holds_run, open_run_directory
 from ragr1_actors.runs.scores import Interval, bootstrap, score
 from ragr1_actors.runs.storage.store import find_store
-from ragr1_actors.runs.telemetry.metrics import read_metrics
+from ragr1_actors.runs.telemetry.metrics import is_iteration, read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 _FORM = "write it as the docstring of ragr1_actors/lab/claim.py says"
@@ -199,16 +199,15 @@ class EvaluatedRun:
 
     def iterations_until(self, metric: str, value: float) -> int:
         """Return the number of iterations until the mean of three has a value; all if it never does."""
-        rows = [row for row in read_metrics(self.path) if row["stage"] == "rl" and "time/iteration_s" in row]
-        values = [_named(row, metric, self.path) for row in rows]
+        values = [_named(row, metric, self.path) for row in read_metrics(self.path) if is_iteration(row)]
         reached = (end for end in range(3, len(values) + 1) if fmean(values[end - 3 : end]) >= value)
         return next(reached, len(values))
 
     def _result(self, stage: str) -> EvalResult:
-        results = {one.stage: one.eval for one in read_report(self.path).stages}
+        results: dict[str, EvalResult] = {one.stage: one.eval for one in read_report(self.path).stages}
         if stage not in results:
             raise DataError(f"{self.path} has no evaluation after {stage}; delete it, and start the claim again")
-        return next(result for name, result in results.items() if name == stage)
+        return results[stage]
 
 
 def _named(numbers: Mapping[str, Any], name: str, path: Path) -> float:
@@ -282,9 +281,6 @@ def _keeps(check: ClaimCheck, low: float, high: float) -> bool:
 
 
 # -- runs of the claims ------------------------------------------------------------------------------------------------
-
-
-SEED = "debugging.seed"
 
 
 @dataclass(frozen=True)
@@ -376,7 +372,7 @@ def _planned(claim: Claim, seed: int, folder: Path, overrides: Sequence[str]) ->
             )
         keys = [f"{key}={json.dumps(value)}" for key, value in values.items()]
         run_dirs[name] = folder / f"seed{seed}" / name
-        yield ClaimedRun(name, run_dirs[name], plan.recipe, (*keys, *overrides, f"{SEED}={seed}"))
+        yield ClaimedRun(name, run_dirs[name], plan.recipe, (*keys, *overrides, f"debugging.seed={seed}"))
 
 
 def make_runs(test: ClaimTest, on_run: Callable[[ClaimedRun], None], *, as_errors: bool = False) -> None:

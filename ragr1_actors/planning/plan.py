@@ -20,6 +20,8 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 
+import psutil
+
 from envs.base import search_options
 from envs.sources import TaskSources, is_source, open_source, shown_names
 from learners.deepspeed.memory import (
@@ -126,8 +128,6 @@ class Machine:
 
 def this_machine(directory: Path) -> Machine:
     """Read the sizes of this machine, with the disk of ``directory``. All its GPUs count like the first one."""
-    import psutil
-
     num_gpus, gpu = num_gpus_here(), None
     if num_gpus:
         import torch
@@ -234,7 +234,7 @@ def make_plan(config: RunConfig, machine: Machine, num_passages: int) -> Plan:
     run = _Run(config, machine, num_passages)
     times = run.times()
     return Plan(
-        num_gpus=run.num_gpus,
+        num_gpus=reserved_gpus(config),
         gpus_available=machine.num_gpus * machine.num_machines,
         needs=tuple(replace(need, remedy=_need_remedy(need, run)) for need in run.needs()),
         times=replace(times, remedy=_search_remedy(times, run)),
@@ -331,11 +331,6 @@ class _Run:
         """Whether a runner and a learner rank take turns on each GPU."""
         return choose_transport(self.config) == "ipc"
 
-    @property
-    def num_gpus(self) -> float:
-        """Number of GPUs that all actors reserve."""
-        return reserved_gpus(self.config)
-
     # -- Needs ----------------------------------------------------------------------------------------------------
 
     def needs(self) -> Iterator[Need]:
@@ -390,7 +385,8 @@ class _Run:
         ranks = ceil(self.num_ranks / machines)
         parts = {
             "driver and Ray": _DRIVER_BYTES,
-            "processes": ceil(num_actors / machines) * (_ACTOR_BYTES + (_CUDA_HOST_BYTES if self.num_gpus else 0)),
+            "processes": ceil(num_actors / machines)
+            * (_ACTOR_BYTES + (_CUDA_HOST_BYTES if reserved_gpus(self.config) else 0)),
             "states that rest": ranks * self._resting_bytes(),
             "copy of a checkpoint": self.weight_bytes + self._state_bytes() * ranks // self.num_ranks,
             "object store": self._shm_parts()["object store"],

@@ -260,25 +260,24 @@ class CheckpointSaver:
         """Take the checkpoints and the learners to save."""
         self._checkpoints = checkpoints
         self._learners = learners
-        self._step: int | None = None
-        self._writer: FolderWriter
+        self._begun: tuple[int, FolderWriter] | None = None
 
     def begin(self, step: int, state: dict[str, Any], score: float | None) -> None:
         """Begin the checkpoint ``step_<step>``, once the previous one is whole; errors as in ``Algorithm.save``."""
         self.finish()
-        self._writer = self._checkpoints.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
-        self._learners.begin_save(self._writer)
-        self._step = step
+        writer = self._checkpoints.begin(step, lambda folder: write_json(folder / STATE_FILE, state), score)
+        self._learners.begin_save(writer)
+        self._begun = step, writer
 
     def commit_if_written(self) -> None:
         """Give the checkpoint its name if it is written, else return at once. Raises as ``finish``."""
-        if self._step is not None and self._learners.is_written():
+        if self._begun is not None and self._learners.is_written():
             self.finish()
 
     def finish(self) -> None:
         """Wait until a begun checkpoint is whole; raises ``UserError`` if it could not be written."""
-        if self._step is None:
+        if self._begun is None:
             return
-        step, self._step = self._step, None
+        (step, writer), self._begun = self._begun, None
         final = self._checkpoints.commit(step, self._learners.finish_save)
-        self._learners.saved(self._writer, part_of(final, LEARNER_PREFIX, LIST_FILE))
+        self._learners.saved(writer, part_of(final, LEARNER_PREFIX, LIST_FILE))

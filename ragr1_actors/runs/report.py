@@ -127,7 +127,8 @@ def read_report(run_dir: Path) -> RunReport:
 
 def render_table(report: RunReport) -> Table:
     """Return the table that a run prints at its end: one row per measure, one column per stage."""
-    table = Table(title=f"Held-out tasks, greedy ({_num_tasks(report)})")
+    num_tasks = sorted({stage.eval.num_tasks for stage in report.stages})
+    table = Table(title=f"Held-out tasks, greedy ({' / '.join(f'{number:,}' for number in num_tasks)} tasks)")
     table.add_column("")
     for stage in report.stages:
         table.add_column(STAGE_TITLES[stage.stage], justify="right")
@@ -186,11 +187,6 @@ def _process_bytes(process: psutil.Process) -> int:
         except psutil.AccessDenied:  # the process belongs to another user
             return int(process.memory_info().rss)
     return 0
-
-
-def _num_tasks(report: RunReport) -> str:
-    counts = sorted({stage.eval.num_tasks for stage in report.stages})
-    return " / ".join(f"{count:,}" for count in counts) + " tasks"
 
 
 def _table_rows(report: RunReport) -> list[tuple[str, ...]]:

@@ -248,15 +248,11 @@ def _differing(stored: RunConfig, asked: RunConfig) -> list[str]:
     """Return the keys whose value differs, except those that a resumed run may change."""
     before = stored.model_dump()
     return [
-        name
+        f"{section}.{key}"
         for section, keys in asked.model_dump().items()
         for key, value in keys.items()
-        if value != before[section][key] and not _may_change(name := f"{section}.{key}")
+        if value != before[section][key] and (section != "learners" or key == "lora")  # checkpoints depend on adapters
     ]
-
-
-def _may_change(name: str) -> bool:
-    return name.startswith("learners.") and name != "learners.lora"  # checkpoints depend on adapters
 
 
 def _kept(name: str) -> ConfigError:
@@ -363,10 +359,7 @@ def with_newest_policy(config: RunConfig) -> RunConfig:
 
 def _find(name: str | Path) -> tuple[RunStore, AnyFolder, str]:
     """Return a run, a folder in it, and the part with the policy: ``policy``, or "" for the whole folder."""
-    if is_uri(str(name)):
-        return _find_stored(str(name))
-    run_dir, folder, part = _find_local(Path(name))
-    return find_store(run_dir), folder, part
+    return _find_stored(str(name)) if is_uri(str(name)) else _find_local(Path(name))
 
 
 def _find_stored(uri: str) -> tuple[RunStore, AnyFolder, str]:
@@ -383,7 +376,7 @@ def _find_stored(uri: str) -> tuple[RunStore, AnyFolder, str]:
     return store, found, "" if inside == SFT_POLICY else POLICY_FOLDER
 
 
-def _find_local(path: Path) -> tuple[Path, AnyFolder, str]:
+def _find_local(path: Path) -> tuple[RunStore, AnyFolder, str]:
     try:
         is_run = (path / CONFIG_FILE).is_file()
     except OSError as error:
@@ -391,16 +384,16 @@ def _find_local(path: Path) -> tuple[Path, AnyFolder, str]:
             f"{shortened(str(path))} cannot be read: {error.strerror}; give the directory that a run printed"
         ) from error
     if is_run:
-        newest = Checkpoints(RunStore(path)).latest()
+        newest = Checkpoints(store := RunStore(path)).latest()
         if newest is None:
             raise RunDirectoryError(f"{path} has no checkpoint yet; let the run continue until it has written one")
-        return path, newest, POLICY_FOLDER
+        return store, newest, POLICY_FOLDER
     run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10, or best
     if (path / POLICY_FOLDER / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
-        return run_dir, path, POLICY_FOLDER
+        return RunStore(run_dir), path, POLICY_FOLDER
     if (path / "config.json").is_file() and (found := run_of_policy(path)) is not None:
-        is_in_checkpoint = path.absolute().parent != found
-        return found, path.absolute().parent if is_in_checkpoint else path, POLICY_FOLDER if is_in_checkpoint else ""
+        folder = path.absolute().parent
+        return (RunStore(found), path, "") if folder == found else (RunStore(found), folder, POLICY_FOLDER)
     raise RunDirectoryError(
         f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine, "
         "runs/mine/checkpoints/best or runs/mine/policy_sft"
@@ -553,9 +546,8 @@ def read_order(store: RunStore) -> ScaleOrder | None:
 def withdraw_order(store: RunStore, order_id: str) -> None:
     """Remove the order if it is still the newest, so that a run that continues later does not find it."""
     newest = read_order(store)
-    if newest is None or newest.order_id != order_id:
-        return
-    store.remove_now(_ORDER_FILE)
+    if newest is not None and newest.order_id == order_id:
+        store.remove_now(_ORDER_FILE)
 
 
 def write_answer(store: RunStore, answer: ScaleAnswer) -> None:

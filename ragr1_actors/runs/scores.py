@@ -311,14 +311,13 @@ def compare(first: Sequence[TaskScore], second: Sequence[TaskScore]) -> Comparis
     pairs = [(one, others[one.task_id]) for one in first if one.task_id in others]
     if not pairs:
         raise DataError("the two results files have no task in common; evaluate both policies on the same --tasks")
-    differences = {
-        name: bootstrap(np.asarray([getattr(a, name) - getattr(b, name) for a, b in pairs], np.float64))
+    em, f1 = (
+        bootstrap(np.asarray([getattr(a, name) - getattr(b, name) for a, b in pairs], np.float64))
         for name in ("em", "f1")
-    }
+    )
     only_first = sum(a.em > b.em for a, b in pairs)
     only_second = sum(a.em < b.em for a, b in pairs)
-    p_value = mcnemar(only_first, only_second)
-    return Comparison(len(pairs), differences["em"], differences["f1"], only_first, only_second, p_value)
+    return Comparison(len(pairs), em, f1, only_first, only_second, mcnemar(only_first, only_second))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

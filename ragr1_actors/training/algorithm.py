@@ -43,7 +43,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from cluster.placement import Placement
 from learners.profiling import RankProfile, start_profile, stop_profile
@@ -88,9 +88,6 @@ from ragr1_actors.training.batches import (
     take_histograms,
 )
 from ragr1_actors.training.fleet_controller import TICK_S, FleetController
-
-if TYPE_CHECKING:  # imports torch
-    pass
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Callback with the number of finished steps of SFT and the newest metrics."""
@@ -553,20 +550,14 @@ class Algorithm:
         Raises:
             UserError: a checkpoint could not be written; or ``OSError``: the newest trajectories.
         """
-        try:
-            self._finish_keeping()
-        finally:
-            self._keeper.shutdown()
-            self._end()
-
-    def _end(self) -> None:
-        try:
+        with ExitStack() as ends:  # the last first, each even if one before it raises
+            ends.callback(self._placement.remove)
+            ends.callback(self._learners.stop)
+            ends.callback(self._fleets.stop)
             if not self._learners.is_stopped:
-                self._saver.finish()
-        finally:
-            self._fleets.stop()
-            self._learners.stop()
-            self._placement.remove()
+                ends.callback(self._saver.finish)
+            ends.callback(self._keeper.shutdown)
+            ends.callback(self._finish_keeping)
 
 
 def _examples(groups: Sequence[FinishedGroup]) -> Examples:

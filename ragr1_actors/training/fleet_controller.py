@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -54,18 +54,14 @@ class LearnerClock:
         self._sums = {"busy": 0.0, "waited": 0.0}
         self._doing: tuple[str, float] | None = None
 
-    @contextmanager
-    def works(self) -> Iterator[None]:
+    def works(self) -> AbstractContextManager[None]:
         """Count the seconds of the block as work of the learner on a batch that it takes now."""
         self.num_batches += 1
-        with self._count("busy"):
-            yield
+        return self._count("busy")
 
-    @contextmanager
-    def waits(self) -> Iterator[None]:
+    def waits(self) -> AbstractContextManager[None]:
         """Count the seconds of the block as waiting of the learner for samples."""
-        with self._count("waited"):
-            yield
+        return self._count("waited")
 
     @contextmanager
     def _count(self, what: str) -> Iterator[None]:

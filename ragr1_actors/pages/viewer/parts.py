@@ -100,11 +100,6 @@ class Origin:
         return cls(phase, 0, int(name.startswith("eval_")), name)
 
     @property
-    def is_after_training(self) -> bool:
-        """Whether it is the evaluation at the end of the run."""
-        return self.phase == 4
-
-    @property
     def stage(self) -> str:
         """Stage, one of ``STAGES``."""
         if self.is_evaluation:
@@ -270,8 +265,7 @@ def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
             )
         ],
     }
-    arrays = [_array(columns[field.name], field.type) for field in PART_SCHEMA]
-    return pa.RecordBatch.from_arrays(arrays, schema=PART_SCHEMA)
+    return pa.RecordBatch.from_pydict(columns, schema=PART_SCHEMA)
 
 
 @lru_cache(100_000)
@@ -336,10 +330,6 @@ def _sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
     return sums
 
 
-def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    return values if isinstance(values, pa.Array) else pa.array(values, kind)
-
-
 PARTS = "view"
 """Name of the folder in a run with the parts; it can be removed at any time."""
 _SCALARS = tuple(field.name for field in PART_SCHEMA if not pa.types.is_string(field.type))
@@ -374,7 +364,7 @@ class Snapshot:
     def iterations(self) -> list[int]:  # [num_parts]
         """Return the iteration of each part; evaluations after training count as the last iteration."""
         last = max((part.origin.iteration for part in self.parts), default=0)
-        return [last if part.origin.is_after_training else part.origin.iteration for part in self.parts]
+        return [last if part.origin.phase == 4 else part.origin.iteration for part in self.parts]
 
     @cached_property
     def scalars(self) -> dict[str, NDArray[Any]]:  # [num_rows] each
@@ -460,9 +450,11 @@ class Index:
                 if not path.name.isprintable():  # JSON cannot name a file that is not UTF-8
                     raise DataError(f"{path.name!a} has characters that the page cannot show; rename it")
                 sources.append(Source.of(path))
-            except (OSError, DataError) as error:
+            except DataError as error:
+                odd.append(str(error))
+            except OSError as error:
                 if path.is_symlink() or not isinstance(error, FileNotFoundError):  # else the run is rolling back
-                    odd.append(str(error) if isinstance(error, DataError) else _unreadable(path, error))
+                    odd.append(f"{path} cannot be read: {error.strerror}; restore it, or remove it from the run")
         return sources, tuple(odd)
 
     def _holds(self, source: Source) -> bool:
@@ -512,7 +504,3 @@ class Index:
         snapshot = Snapshot(self.snapshot.version + 1, parts, num_files, problems)
         _ = snapshot.scalars, snapshot.strings  # here, not in the first query
         self.snapshot = snapshot
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"{path} cannot be read: {error.strerror}; restore it, or remove it from the run"

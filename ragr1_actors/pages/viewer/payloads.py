@@ -7,7 +7,6 @@ shown.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ class Searcher:
     def find(self, snapshot: Snapshot, query: Query) -> tuple[NDArray[np.int64], dict[str, int]]:
         """Return the rows of one page, ``[<= limit]``, and the number of all in the scope for each of ``OUTCOMES``."""
         within = self._within(snapshot, query.scope)
-        outcomes = {name: within & outcome_mask(snapshot, name) for name in OUTCOMES}
+        outcomes = {name: within & mask for name, mask in outcome_masks(snapshot).items()}
         counts = {name: int(np.count_nonzero(mask)) for name, mask in outcomes.items()}
         rows = np.flatnonzero(outcomes[query.outcome])
         rows = _in_order(snapshot, rows, query.order)[query.offset : query.offset + query.limit]
@@ -127,37 +126,30 @@ class Searcher:
             return known
         mask = _scalar_mask(snapshot, scope)
         if scope.terms:
-            starts = snapshot.starts
-            pieces = [mask[start:end] for start, end in itertools.pairwise(starts.tolist())]
             texts = [part.table.column("text") for part in snapshot.parts]
-            terms = [scope.terms] * len(texts)
-            mask = np.concatenate([np.zeros(0, bool), *self._threads.map(_matches, texts, pieces, terms)])
+            found = self._threads.map(partial(_matches, scope.terms), texts, np.split(mask, snapshot.starts[1:-1]))
+            mask = np.concatenate([np.zeros(0, bool), *found])
         self._scopes[key] = mask
         while len(self._scopes) > _NUM_CACHED:
             self._scopes.pop(next(iter(self._scopes)), None)
         return mask
 
 
-def outcome_mask(snapshot: Snapshot, outcome: str) -> Mask:
-    """Return a mask of the rows that have one of ``OUTCOMES``."""
+def outcome_masks(snapshot: Snapshot) -> dict[str, Mask]:
+    """Return a mask of the rows that have each of ``OUTCOMES``."""
     columns = snapshot.scalars
-    correct: Mask = columns["is_correct"].astype(bool)
-    failed: Mask = columns["is_failed"].astype(bool)
-    wrong: Mask = ~correct & ~failed
-    match outcome:
-        case "correct":
-            return correct
-        case "wrong":
-            return wrong
-        case "unsearched":
-            unsearched: Mask = correct & (columns["num_calls"] == 0)
-            return unsearched
-        case "ignored":
-            ignored: Mask = wrong & columns["has_evidence"]
-            return ignored
-        case "malformed" | "failed" | "truncated":
-            return columns[f"is_{outcome}"].astype(bool)
-    return np.ones(snapshot.num_rows, bool)
+    correct, failed = columns["is_correct"].astype(bool), columns["is_failed"].astype(bool)
+    wrong = ~correct & ~failed
+    return {
+        "all": np.ones(snapshot.num_rows, bool),
+        "correct": correct,
+        "wrong": wrong,
+        "unsearched": correct & (columns["num_calls"] == 0),
+        "ignored": wrong & columns["has_evidence"],
+        "malformed": columns["is_malformed"].astype(bool),
+        "failed": failed,
+        "truncated": columns["is_truncated"].astype(bool),
+    }
 
 
 def _scalar_mask(snapshot: Snapshot, scope: Scope) -> Mask:
@@ -174,7 +166,7 @@ def _scalar_mask(snapshot: Snapshot, scope: Scope) -> Mask:
     return mask
 
 
-def _matches(texts: pa.ChunkedArray, mask: Mask, terms: tuple[str, ...]) -> Mask:
+def _matches(terms: tuple[str, ...], texts: pa.ChunkedArray, mask: Mask) -> Mask:
     """Return a mask of the rows of one part that are in ``mask`` and have all the terms."""
     rows = np.flatnonzero(mask)
     left = texts if len(rows) == len(mask) else texts.take(pa.array(rows))

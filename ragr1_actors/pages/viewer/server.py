@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -132,12 +132,10 @@ class ViewServer(HttpServer):
         return _json(run_payload(self._name, self._index.snapshot))
 
     async def _show_list(self, request: web.Request) -> web.Response:
-        with _refusals():
-            query = _query(request.query)
-        return await self._compute(partial(self._list, query))
+        return await self._compute(partial(self._list, request.query))
 
-    def _list(self, query: Query) -> dict[str, Any]:
-        snapshot = self._index.snapshot
+    def _list(self, given: Mapping[str, str]) -> dict[str, Any]:
+        query, snapshot = _query(given), self._index.snapshot
         rows, counts = self._searcher.find(snapshot, query)
         shown = row_payloads(snapshot, rows.tolist())
         return {"version": snapshot.version, "num_rows": counts[query.outcome], "counts": counts, "rows": shown}
@@ -151,18 +149,12 @@ class ViewServer(HttpServer):
         return trajectory_payload(snapshot, find_row(snapshot, file, trajectory_id), self._pieces)
 
     async def _compute(self, compute: Callable[[], dict[str, Any]]) -> web.Response:
-        with _refusals():
+        try:
             return _json(await asyncio.get_running_loop().run_in_executor(self._threads, compute))
-
-
-@contextlib.contextmanager
-def _refusals() -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        raise RequestError(404, str(error)) from None
-    except UserError as error:
-        raise RequestError(400, str(error)) from None
+        except DataError as error:
+            raise RequestError(404, str(error)) from None
+        except UserError as error:
+            raise RequestError(400, str(error)) from None
 
 
 def _query(given: Mapping[str, str]) -> Query:

@@ -176,10 +176,8 @@ class RunStore:
             shutil.rmtree(path)
         else:
             path.unlink()
-        if self.remote is not None and name in FOLDERS:
-            self.folders.remove([name])
-        elif self.remote is not None:
-            self.remote.remove([name])
+        if self.remote is not None:
+            (self.folders if name in FOLDERS else self.remote).remove([name])
 
     def write_now(self, name: str, content: str) -> None:
         """Replace a small file that other processes wait for; raises ``UserError`` or ``OSError`` if that fails."""

@@ -101,8 +101,6 @@ INTERVAL_S = 30.0
 _FIRST_FILES = ("config.yaml", MCP_FILE, "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
 """Files of an earlier process that this process reads or continues."""
 
-logger = logging.getLogger(__name__)
-
 
 class Uploads:
     """Changed files of one run, uploaded from ``path`` to ``remote`` every ``INTERVAL_S``."""

@@ -28,6 +28,7 @@ from ragr1_actors.core.errors import ConfigError, shortened
 from ragr1_actors.core.types import Bucket
 
 if TYPE_CHECKING:
+    from mlflow import MlflowClient
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -275,9 +276,6 @@ def _layout() -> Summary:
     ]
     return _tensor(CONFIG_SUMMARY_TAG, Layout(category=categories).SerializeToString(), create_summary_metadata())
 
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 TRACKERS_FILE = "trackers.json"
 PROJECT = "ragr1"
