@@ -163,8 +163,7 @@ def _vllm() -> Iterator[Finding]:
         return
     (wanted,) = (need for need in requirements("gpu") if need.name == "vllm")
     yield from packages([Requirement(f"{name}{wanted.specifier}")])
-    needs = [Requirement(text) for text in metadata.requires(name) or []]
-    for need in needs:
+    for need in map(Requirement, metadata.requires(name) or []):
         if need.name == "torch" and (need.marker is None or need.marker.evaluate({"extra": ""})):
             yield from (replace(found, name=f"torch for {name}") for found in packages([need]))
 

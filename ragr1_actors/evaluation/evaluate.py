@@ -402,14 +402,12 @@ def rescore(
             found.append(_compared(path.name, groups, new))
             on_file(found[-1])
 
-    def run(into: Path | None) -> None:
-        asyncio.run(compute(into))  # of all files: a reward's client or lock belongs to the loop that first used it
-
+    # one loop for all files: a reward's client or lock belongs to the loop that first used it
     if out is None:
-        run(None)
+        asyncio.run(compute(None))
     else:
         _check_out(out, folder)
-        write_folder(out / TRAJECTORIES, run, [path.name for path in files])
+        write_folder(out / TRAJECTORIES, lambda into: asyncio.run(compute(into)), [path.name for path in files])
     return found
 
 

@@ -558,12 +558,10 @@ def _need_remedy(need: Need, run: _Run) -> str:
 
 def _search_remedy(times: Times, run: _Run) -> str:
     """Return the nearest setting with which searches are fast enough."""
+    if not times.problem:
+        return ""
     changes = search_changes(run.config, num_cpus=run.machine.num_cpus)
-    return (
-        find_remedy(run.config, changes, lambda config: not replace(run, config=config).times().problem)
-        if times.problem
-        else ""
-    )
+    return find_remedy(run.config, changes, lambda config: not replace(run, config=config).times().problem)
 
 
 def corpus_of(config: SamplerConfig) -> Iterable[Passage]:

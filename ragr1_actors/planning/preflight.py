@@ -41,7 +41,6 @@ from ragr1_actors.core.config import (
     RETRIEVAL_TYPES,
     EnvironmentSettings,
     EnvRunnerSettings,
-    ModelSettings,
     RunConfig,
     SamplerConfig,
     TaskNames,
@@ -167,7 +166,12 @@ def check_classes(config: SamplerConfig) -> None:
     Reward(config.environment)
     open_models(config.environment.models)
     for name, settings in config.environment.models.items():
-        _check_asked(name, settings)
+        key = f"environment.models.{name}"
+        if settings.engine == "endpoint":
+            raise ConfigError(f"{key}.engine: got endpoint; leave it empty, and give the address as {key}.url")
+        if settings.engine:
+            _check_engine(f"{key}.engine", settings.engine)
+            _model_folder(f"{key}.model", settings.model, "Qwen/Qwen2.5-7B-Instruct")
     _check_engine("env_runners.engine", config.env_runners.engine)
     check_strategy(config.env_runners)
     _check_retrieval_type(config.retrieval.type)
@@ -225,15 +229,6 @@ def try_curriculum(curriculum: Curriculum) -> list[Check]:
         Check(f"order and skip {when}", problem_of(partial(ask, MappingProxyType(stats)), curriculum))
         for when, stats in cases.items()
     ]
-
-
-def _check_asked(name: str, settings: ModelSettings) -> None:
-    key = f"environment.models.{name}"
-    if settings.engine == "endpoint":
-        raise ConfigError(f"{key}.engine: got endpoint; leave it empty, and give the address as {key}.url")
-    if settings.engine:
-        _check_engine(f"{key}.engine", settings.engine)
-        _model_folder(f"{key}.model", settings.model, "Qwen/Qwen2.5-7B-Instruct")
 
 
 def _check_engine(key: str, name: str) -> None:

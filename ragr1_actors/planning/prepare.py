@@ -257,11 +257,8 @@ def keep_policy(policy_dir: str, run_dir: Path) -> str:
     A live run deletes its older checkpoints. The files of the copy are hard links if the disk is the same.
     """
     kept = run_dir / POLICY
-
-    def write(writing: Path) -> None:
-        shutil.copytree(policy_dir, writing, copy_function=_link, dirs_exist_ok=True)
-
     if not kept.is_dir() and run_of_policy(Path(policy_dir)) is not None:
+        write = partial(shutil.copytree, policy_dir, copy_function=_link, dirs_exist_ok=True)
         write_folder(kept, write, ("config.json",))
     return str(kept) if kept.is_dir() else policy_dir
 

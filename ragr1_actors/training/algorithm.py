@@ -526,15 +526,13 @@ class Algorithm:
 
     def _without_policy(self, problem: str, checkpoint: AnyFolder, learner: str) -> str:
         """Return the message for a damaged policy from which the learner of a checkpoint begins."""
-        what, rest = problem.removesuffix(f"; {ADVICE}"), ""
+        what = problem.removesuffix(f"; {ADVICE}")
         if self.is_pretrained and learner == "sft":
-            rest = f"delete {self._sft_policy}: --resume writes it again, from {checkpoint}"
-        else:
-            rest = (
-                f"put a copy of it back, as every checkpoint needs it, or begin a new run with a copy of "
-                f"{checkpoint}/{POLICY_FOLDER} as policy.model and with sft.num_steps=0"
-            )
-        return f"{what}; {rest}"
+            return f"{what}; delete {self._sft_policy}: --resume writes it again, from {checkpoint}"
+        return (
+            f"{what}; put a copy of it back, as every checkpoint needs it, or begin a new run with a copy of "
+            f"{checkpoint}/{POLICY_FOLDER} as policy.model and with sft.num_steps=0"
+        )
 
     def task_counts(self) -> dict[str, int]:
         """Return the numbers of issued RL tasks by their end, see ``TaskCounts``."""

@@ -21,14 +21,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.pages.report import facts
+from ragr1_actors.pages.report.facts import Row
 from ragr1_actors.runs.report import RunReport
 from ragr1_actors.runs.run_directory import Start, read_starts
 from ragr1_actors.runs.scores import wilson
 from ragr1_actors.runs.telemetry.events import FleetName
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, METRICS_FILE, read_metrics
 
-Row = Mapping[str, Any]
-"""A line of ``metrics.jsonl``."""
 Figure = dict[str, Any]
 
 COLOURS = ("#3b7dd8", "#d9822b", "#2f9e6e", "#b452b4", "#8a8f98")
