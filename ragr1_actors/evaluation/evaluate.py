@@ -238,13 +238,12 @@ def _fleets_of(subject: EvaluatedPolicy, show: Shown) -> Iterator[RolloutFleets]
     config = check_services(subject.config, subject.store)
     if config.env_runners.engine == "endpoint":
         asyncio.run(_probe_endpoint(config))
-    with scratch_folder() as scratch:
+    with scratch_folder() as scratch, ExitStack() as stack:
         made_in = subject.store.path if subject.store is not None else scratch
         index_dir = prepare_index(config, made_in)
-        with ExitStack() as stack:
-            with show(describe_loading(config)):
-                fleets = stack.enter_context(RolloutFleets(config, subject.folder, index_dir))
-            yield fleets
+        with show(describe_loading(config)):
+            fleets = stack.enter_context(RolloutFleets(config, subject.folder, index_dir))
+        yield fleets
 
 
 async def _probe_endpoint(config: SamplerConfig) -> None:
@@ -406,16 +405,12 @@ def rescore(
     if out is None:
         asyncio.run(compute(None))
     else:
-        _check_out(out, folder)
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise DataError(f"--out: got {out}, which is in the run's own folder; name a folder outside of {folder}")
+        if (out / TRAJECTORIES).exists():
+            raise DataError(f"{out / TRAJECTORIES} is there already; name another --out, or delete it")
         write_folder(out / TRAJECTORIES, lambda into: asyncio.run(compute(into)), [path.name for path in files])
     return found
-
-
-def _check_out(out: Path, folder: Path) -> None:
-    if out.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"--out: got {out}, which is in the run's own folder; name a folder outside of {folder}")
-    if (out / TRAJECTORIES).exists():
-        raise DataError(f"{out / TRAJECTORIES} is there already; name another --out, or delete it")
 
 
 def _context(name: str, config: RunConfig) -> RewardContext:

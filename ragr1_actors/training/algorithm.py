@@ -138,17 +138,16 @@ class Algorithm:
         checkpointing = config.checkpointing
         self._checkpoints = Checkpoints(store, checkpointing.num_to_keep, checkpointing.best_metric)
         self._fleets = fleets
-        self._env_runners = fleets.env_runners
         self._loop = fleets.loop
         stored = config.training.from_trajectories
-        self._sample = StoredGroups(Path(stored)).sample if stored else self._env_runners.sample
+        self._sample = StoredGroups(Path(stored)).sample if stored else fleets.env_runners.sample
         self._evaluation: _Evaluation | None = None  # beside training
         self._is_learning, self._supervise_at = False, 0.0
         self._collector = BatchCollector(config, prepared.train_tasks, self._sample)
         self._learners = learners
         self._placement = placement
         self._saver = CheckpointSaver(self._checkpoints, learners)
-        self._weight_sync = WeightSync(config, learners, self._env_runners)
+        self._weight_sync = WeightSync(config, learners, fleets.env_runners)
         self.controller = FleetController(
             config, fleets, store, lambda: self._collector.num_finished_batches(), lambda: learners.actors
         )
@@ -356,7 +355,7 @@ class Algorithm:
     def _publish(self) -> None:
         self.policy_version += 1
         if self.config.env_runners.in_flight == "finish" or not self.config.env_runners.num_env_runners:
-            self._loop.run(self._env_runners.finish_in_flight())
+            self._loop.run(self._fleets.env_runners.finish_in_flight())
         self._weight_sync.publish(self.policy_version)
 
     # -- evaluation ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -358,7 +358,7 @@ class TokenPieces:
         self._tokenizer: Any = next(
             (found for path in paths if (found := _read_tokenizer(path, path.stat().st_mtime_ns))), None
         )
-        self._known: dict[int, str] = {}
+        self._piece = cache(self._decode)
 
     @property
     def is_text(self) -> bool:
@@ -367,9 +367,7 @@ class TokenPieces:
 
     def of(self, token_ids: list[int]) -> list[str]:
         """Return a piece per token; a part of a character becomes U+FFFD."""
-        for token_id in set(token_ids) - self._known.keys():
-            self._known[token_id] = self._decode(token_id)
-        return [self._known[token_id] for token_id in token_ids]
+        return [self._piece(token_id) for token_id in token_ids]
 
     def _decode(self, token_id: int) -> str:
         if self._tokenizer is None:
