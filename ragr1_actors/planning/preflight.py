@@ -443,7 +443,8 @@ def _with_tools(config: C, store: RunStore | None) -> C:
         listed = asyncio.run(list_tools(name, server if known is None else server.with_tools(known)))
         servers[name] = server.with_tools(listed if known is None else known)
     config = changed(config, "environment", {"mcp": servers})
-    all_tools(config.environment, stand_in_context(config.environment), ToolOptions())  # raises if two have one name
+    # raises if two have the same name
+    all_tools(config.environment, stand_in_context(config.environment), ToolOptions())
     return config
 
 

@@ -100,10 +100,6 @@ HeldBlock = Callable[[], AbstractContextManager[None]]
 """Function that returns a context in which an interrupt is held back, such as ``InterruptGuard.held``."""
 
 
-_Evaluation = tuple[str, OnResult, asyncio.Task[tuple[list[FinishedGroup], int]]]
-"""Evaluation beside training: its name, the callback of its result, and its task."""
-
-
 class Algorithm:
     """Trains a policy to search: ``pretrain()`` once, then ``train()`` once per iteration."""
 
@@ -141,7 +137,8 @@ class Algorithm:
         self._loop = fleets.loop
         stored = config.training.from_trajectories
         self._sample = StoredGroups(Path(stored)).sample if stored else fleets.env_runners.sample
-        self._evaluation: _Evaluation | None = None  # beside training
+        self._evaluation: tuple[str, OnResult, asyncio.Task[tuple[list[FinishedGroup], int]]] | None = None
+        """Evaluation beside training: its name, the callback of its result, and its task."""
         self._is_learning, self._supervise_at = False, 0.0
         self._collector = BatchCollector(config, prepared.train_tasks, self._sample)
         self._learners = learners

@@ -222,8 +222,7 @@ class Simulator:
         left = asyncio.all_tasks(self._loop)
         for task in left:
             task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
 
     def _publish(self) -> None:
         """Stop the engines for the time of a weight sync."""

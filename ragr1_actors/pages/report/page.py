@@ -303,7 +303,6 @@ def render(
     """Return the page."""
     loader = PackageLoader("ragr1_actors.pages.report", "assets")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    assets = {asset: (_ASSETS / asset).read_text("utf-8") for asset in ("report.css", "report.js", _PLOTLY)}
     return environment.get_template("report.html.jinja").render(
         name=name,
         state=_state(rows, is_finished=is_finished and report is not None),
@@ -323,13 +322,10 @@ def render(
         gaps=[(gap.stage, str(gap.first), str(gap.last)) for gap in report.gaps] if report else [],
         changes=config.changes(),
         starts=[_start(one) for one in starts],
-        css=assets["report.css"],
-        script=assets["report.js"],
-        plotly=assets[_PLOTLY],
+        css=(_ASSETS / "report.css").read_text("utf-8"),
+        script=(_ASSETS / "report.js").read_text("utf-8"),
+        plotly=(_ASSETS / "plotly-basic.min.js").read_text("utf-8"),
     )
-
-
-_PLOTLY = "plotly-basic.min.js"
 
 
 def _state(rows: Sequence[Row], *, is_finished: bool) -> str:
