@@ -278,16 +278,6 @@ class SimulatedRetrievers:
             self._start(0.0)
 
     @property
-    def num_running(self) -> int:
-        """Number of replicas that are searched, or will be within ``REFRESH_S``."""
-        return len(self._searched())
-
-    @property
-    def num_starting(self) -> int:
-        """Number of replicas that still load."""
-        return len(self._wanted()) - self.num_running
-
-    @property
     def busy_s(self) -> float:
         """Replica-seconds of work since the start."""
         return fsum(replica.busy_s() for replica in self._lives)
@@ -299,10 +289,11 @@ class SimulatedRetrievers:
         """Return the load for the fleet's autoscaler; requests are queries."""
         loads = [client.pool.load() for client in self._clients.values()]
         waiting, outstanding = sum(load.waiting for load in loads), sum(load.outstanding for load in loads)
+        num_running = len(self._searched())  # they are searched, or will be within ``REFRESH_S``; the others load
         return FleetState(
             self._loop.time(),
-            self.num_running,
-            self.num_starting,
+            num_running,
+            len(self._wanted()) - num_running,
             ongoing=float(outstanding),
             queued=float(waiting),
             busy_s=self.busy_s,
