@@ -311,6 +311,28 @@ def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: p
     assert LEASE_FILE not in Storage(uri).names()
 
 
+@pytest.mark.parametrize("content", [b'{"machine": "elsewhere 1", "renewals": 1}', b'{"mach', b""])
+def test_a_storage_that_does_not_answer_is_not_a_run_that_was_given_back(
+    uri: str, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    storage, num_reads = Storage(uri), 0
+    storage.write(LEASE_FILE, content)
+    read = Storage.read
+
+    def answers_at_times(self: Storage, name: str) -> bytes | None:
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads % 2 == 0:
+            raise UserError("timeout")
+        if num_reads == 5:
+            storage.write(LEASE_FILE, b'{"machine": "elsewhere 1", "renewals": 2}')
+        return read(self, name)
+
+    monkeypatch.setattr(Storage, "read", answers_at_times)
+    with pytest.raises(RunDirectoryError, match="a process on elsewhere works in"):
+        Lease(storage, 0.5).take()
+
+
 def test_a_run_whose_machine_was_lost_goes_on_elsewhere(
     uri: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

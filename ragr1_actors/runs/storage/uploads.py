@@ -16,7 +16,7 @@ from cluster.node_cache import FileContent
 from cluster.storage import Storage, StoredFolder
 from ragr1_actors.core.disk.files import FOLDERS, INDEX, MCP_FILE, POLICY, WRITING, stamp_of
 from ragr1_actors.core.disk.json_files import validated
-from ragr1_actors.core.errors import RunDirectoryError, UserError
+from ragr1_actors.core.errors import DataError, RunDirectoryError, UserError
 from ragr1_actors.core.schema import TRAJECTORIES
 from ragr1_actors.runs.telemetry.trackers import TENSORBOARD_DIRECTORY, TRACKERS_FILE
 
@@ -37,7 +37,8 @@ class Lease:
     An object beside the run, ``lease.json``, is replaced every few seconds while a process works in it, and removed at
     its end: ``{"machine": "gpu-7 4f5c2b1e-...", "renewals": 12}``. A process that finds the lease of another machine
     waits for two renewals: if one comes, the run is in use; if none comes, that process was killed. No clocks are
-    compared. Two processes of one machine are kept apart by a lock, see ``RunStore.held``.
+    compared. A storage that does not answer says nothing about the other process: it is asked again. Two processes of
+    one machine are kept apart by a lock, see ``RunStore.held``.
     """
 
     def __init__(self, storage: Storage, interval_s: float) -> None:
@@ -48,28 +49,37 @@ class Lease:
         self._num_renewals = 0
 
     def take(self) -> None:
-        """Begin to hold the run; raises ``RunDirectoryError`` if a process of another machine works in it."""
-        found = self._read()
+        """Begin to hold the run; raises ``RunDirectoryError`` if a process of another machine works in it.
+
+        A run begins, too, on a storage that does not answer for ``_FIRST_ANSWER_S``; its end says what is not uploaded.
+        """
+        try:
+            found = self._read(_FIRST_ANSWER_S)
+        except UserError:
+            found = None
         if found is not None and found.get("machine") != self._machine:
             self._wait_for_end_of(found)
         self.renew()
 
     def _wait_for_end_of(self, found: dict[str, object]) -> None:
-        host = str(found.get("machine", "")).partition(" ")[0]
         wait_s = 2.5 * self._interval_s
         logger.warning(
             "%s was used from %s, and was not given back: waiting up to %.0f s to see whether it is in use",
-            *(self._storage, host, wait_s),
+            *(self._storage, _host(found), wait_s),
         )
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._interval_s / 4))
-            newest = self._read()
+            try:
+                newest = self._read()
+            except UserError:  # the storage does not answer
+                continue
             if newest is None:
                 return
             if newest != found:
                 raise RunDirectoryError(
-                    f"a process on {host} works in {self._storage}; wait until it ends, or choose another --run-dir"
+                    f"a process on {_host(newest)} works in {self._storage}; wait until it ends, or choose another "
+                    "--run-dir"
                 )
 
     def renew(self) -> None:
@@ -88,14 +98,20 @@ class Lease:
         except UserError as error:
             logger.warning("%s; another machine waits for it when it continues the run", error)
 
-    def _read(self) -> dict[str, object] | None:
+    def _read(self, retry_s: float = 0.0) -> dict[str, object] | None:
+        """Return the lease, ``{}`` if another object is in its place, or None; ``UserError`` without an answer."""
+        content = replace(self._storage, retry_s=retry_s).read(LEASE_FILE)
         try:
-            content = self._storage.read(LEASE_FILE)
             return None if content is None else validated(dict[str, object], content, LEASE_FILE)
-        except UserError:  # the storage does not answer, or the object is not a lease
-            return None
+        except DataError:
+            return {}
 
 
+def _host(lease: dict[str, object]) -> str:
+    return str(lease.get("machine") or "unknown").partition(" ")[0]
+
+
+_FIRST_ANSWER_S = 5.0
 INTERVAL_S = 30.0
 """Seconds between two uploads of changed files; a checkpoint uploads too."""
 _FIRST_FILES = ("config.yaml", MCP_FILE, "starts.jsonl", "metrics.jsonl", "report.json", "report.html", TRACKERS_FILE)
