@@ -260,7 +260,12 @@ class Learner(ABC):
     def train(self, batch: TrainBatch, meter: Meter) -> None:
         """Take the optimizer steps of the update."""
         for indices in self.steps(batch):
-            self._train_minibatch(batch, indices, meter)
+            micro_batches = self.local_micro_batches(batch.flat, indices)
+            num_tokens = int(batch.model_lengths[indices].sum())
+            meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
+            filled = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
+            self.train_step(micro_batches, filled.columns, num_tokens, meter)
+            meter.num_steps += 1
 
     def steps(self, batch: TrainBatch) -> Iterator[list[int]]:
         """Yield the trajectories of every optimizer step of the update; the same ones in every call."""
@@ -275,7 +280,8 @@ class Learner(ABC):
         runs under the policy at the start of the update.
         """
         columns, corrects, own_M = batch.columns, self.corrects_sampling, None
-        if columns.rollout_logprobs is not None and (self._scores_old_logprobs or columns.lacks_logprobs(corrects)):
+        lacks_own = columns.is_sampled is not None or (corrects and columns.old_logprobs is not None)
+        if columns.rollout_logprobs is not None and (self._scores_old_logprobs or lacks_own):
             own_M = self.score(self.policy_logprobs, batch.flat)
             if self.rank == 0:  # every rank has all values, and the meter sums over ranks
                 _add_gap(meter, own_M, columns)
@@ -301,14 +307,6 @@ class Learner(ABC):
         """
         samples_nucleus = self.uses_old_logprobs and self.config.env_runners.top_p < 1
         return samples_nucleus or (self.corrects_sampling and self.schedule.steps_per_update > 1)
-
-    def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
-        micro_batches = self.local_micro_batches(batch.flat, indices)
-        num_tokens = int(batch.model_lengths[indices].sum())
-        meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
-        batch = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
-        self.train_step(micro_batches, batch.columns, num_tokens, meter)
-        meter.num_steps += 1
 
     def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
         """Take one optimizer step on the ``micro_batches`` of this rank.

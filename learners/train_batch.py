@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -101,10 +101,6 @@ class TokenColumns:
             if name in self.present:
                 raise ConfigError(f"{source}: {name} is set already, and a column is set once; take another name")
         return _columns(self.present | dict(new))
-
-    def lacks_logprobs(self, corrects: bool) -> bool:
-        """Return whether the learner's log-probs are needed before the first step; see ``with_denominator``."""
-        return self.is_sampled is not None or (corrects and self.old_logprobs is not None)
 
     def with_denominator(self, own_M: torch.Tensor | None, *, is_denominator: bool, corrects: bool) -> TokenColumns:
         """Return the columns with ``old_logprobs`` for every token.
@@ -378,11 +374,6 @@ class Meter:
     def _max(self, name: str, value: torch.Tensor) -> None:
         self._maxima[name] = torch.maximum(torch.as_tensor(self._maxima.get(name, 0.0), device=value.device), value)
 
-    def _buckets(self) -> Iterator[tuple[str, float]]:
-        for name, counts in self._histograms.items():
-            for (left, right), count in zip(pairwise(EDGES[name]), counts.tolist(), strict=True):
-                yield f"{HISTOGRAM_PREFIX}{name}/{left:g}/{right:g}", count
-
     def gather_ratios(self) -> torch.Tensor:
         """Return the kept ratios, ``[M]`` on the CPU, NaN for tokens without a pass. All ranks call together.
 
@@ -402,7 +393,12 @@ class Meter:
             return {"tokens": 0.0, "computed_tokens": 0.0, "padding_waste": 0.0}
         sums, maxima = _reduce(self._sums, device, dist.ReduceOp.SUM), _reduce(self._maxima, device, dist.ReduceOp.MAX)
         inverse = maxima.pop(_INVERSE_RATIO, 0.0)
-        buckets = _reduce(dict(self._buckets()), device, dist.ReduceOp.SUM)
+        found = {
+            f"{HISTOGRAM_PREFIX}{name}/{left:g}/{right:g}": count
+            for name, counts in self._histograms.items()
+            for (left, right), count in zip(pairwise(EDGES[name]), counts.tolist(), strict=True)
+        }
+        buckets = _reduce(found, device, dist.ReduceOp.SUM)
         counts = {name: sums.pop(name, 0.0) for name in list(sums) if name.startswith("_")}
         denominators = {name: counts[_COUNTS.get(name, "_tokens")] for name in sums}
         finite = {name: [norm for norm in norms if math.isfinite(norm)] for name, norms in self._norms.items()}

@@ -21,7 +21,7 @@ from ragr1_actors.core.types import TokenKind, TrajectoryGroup
 
 def alone(lengths: list[int]) -> list[Bundle]:
     """Every trajectory a bundle: none begins like another."""
-    return [Bundle((index,), length, length) for index, length in enumerate(lengths)]
+    return [{index: 0} for index in range(len(lengths))]
 
 
 def rank_costs(lengths: list[int], shares: list[list[list[int]]], pair_cost: float) -> list[float]:
@@ -192,14 +192,15 @@ def test_bundles_hold_every_trajectory_once_and_count_what_a_row_computes(
     flat = make_flat(sequences)
     indices = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, unique=True))
     bundles = bundle(flat, indices, num_ranks, max_tokens)
-    assert sorted(index for one in bundles for index in one.members) == sorted(indices)
+    assert sorted(index for one in bundles for index in one) == sorted(indices)
     total = sum(flat.lengths[index] for index in indices)
     for one in bundles:
-        tokens = {tuple(sequences[index][: at + 1]) for index in one.members for at in range(len(sequences[index]))}
-        num_copied = sum(flat.lengths[index] for index in one.members) - len(tokens)
-        assert (one.num_computed, one.size) == (len(tokens), len(tokens) + num_copied / 8)
-        if len(one.members) > 1:
-            assert one.size <= (max_tokens if num_ranks == 1 else min(max_tokens, total / (4 * num_ranks)))
+        tokens = {tuple(sequences[index][: at + 1]) for index in one for at in range(len(sequences[index]))}
+        num_copied = sum(flat.lengths[index] for index in one) - len(tokens)
+        assert sum(one.values()) == num_copied
+        if len(one) > 1:
+            size = len(tokens) + num_copied / 8
+            assert size <= (max_tokens if num_ranks == 1 else min(max_tokens, total / (4 * num_ranks)))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -220,7 +221,7 @@ def test_no_row_is_larger_than_the_budget(num_ranks: int) -> None:
 
 def test_a_row_for_which_the_budget_is_too_small_shares_what_little_there_is() -> None:
     flat = make_flat([list(range(100)), [*range(13), *range(200, 287)]])
-    assert [one.members for one in bundle(flat, range(2), 1, 190)] == [(0, 1)]
+    assert bundle(flat, range(2), 1, 190) == [{0: 0, 1: 13}]
     rows = {max_tokens: pack(flat, range(2), max_tokens).num_tokens for max_tokens in (190, 199, 200)}
     assert rows == {190: 187, 199: 187, 200: 200}, "13 of 200 are not worth the copies where there is room for all"
     assert pack(make_flat([list(range(100))]), [0], 50).layout.shared is None, "longer than the budget, and alone"
@@ -237,22 +238,19 @@ def test_a_learner_keeps_its_rows_within_its_budget(tmp_path: Path) -> None:
 def test_trajectories_that_begin_alike_stay_together() -> None:
     flat = make_flat([[7] * 20 + [number] for number in (1, 2, 3)] + [[8] * 20 + [number] for number in (1, 2, 3)])
     bundles = bundle(flat, range(6), 1, 32)
-    assert [one.members for one in bundles] == [(0, 1, 2), (3, 4, 5)]
-    assert bundles[0] == Bundle((0, 1, 2), 23, 23 + 40 / 8)
+    assert bundles == [{0: 0, 1: 20, 2: 20}, {3: 0, 4: 20, 5: 20}]
     assert sorted(assign_micro_batches(flat.lengths, bundles, 1, 32, 0.0)[0]) == [[0, 1, 2], [3, 4, 5]]
-    assert [one.members for one in bundle(flat, range(6), 1, 27)] == [(0, 1), (2,), (3, 4), (5,)], "28 are too many"
-    assert {len(one.members) for one in bundle(flat, range(6), 2, 32)} == {1}, "each rank gets several bundles"
+    assert [[*one] for one in bundle(flat, range(6), 1, 27)] == [[0, 1], [2], [3, 4], [5]], "28 are too many"
+    assert {len(one) for one in bundle(flat, range(6), 2, 32)} == {1}, "each rank gets several bundles"
     barely = make_flat([[7, *range(10, 17)], [7, *range(20, 27)], [7, *range(30, 38)]])
-    assert [one.members for one in bundle(barely, range(3), 1, 32)] == [(0, 1), (2,)], (
-        "an eighth is enough, a ninth not"
-    )
+    assert [[*one] for one in bundle(barely, range(3), 1, 32)] == [[0, 1], [2]], "an eighth is enough, a ninth not"
 
 
 def test_ranks_that_share_a_group_are_balanced_by_what_they_compute() -> None:
-    one, two = Bundle((0, 1, 2, 3), 110, 140), Bundle((4,), 100, 100)
-    shares = assign_micro_batches([100] * 6, [one, two, Bundle((5,), 100, 100)], 2, 300, 0.0)
+    one = {0: 0, 1: 97, 2: 97, 3: 96}  # 110 tokens are computed
+    shares = assign_micro_batches([100] * 6, [one, {4: 0}, {5: 0}], 2, 300, 0.0)
     assert shares == [[[0, 1, 2, 3]], [[4, 5]]], "by tokens of trajectories it would be 400 against 200"
-    costly = assign_micro_batches([100] * 7, [one, two, Bundle((5,), 100, 100), Bundle((6,), 100, 100)], 2, 400, 0.01)
+    costly = assign_micro_batches([100] * 7, [one, {4: 0}, {5: 0}, {6: 0}], 2, 400, 0.01)
     assert costly == [[[0, 1, 2, 3]], [[4, 5, 6]]], "pairs are those of whole trajectories: 510 against 600"
 
 

@@ -30,7 +30,7 @@ from learners.advantages import group_advantages
 from learners.algorithms.grpo import GRPOLearner
 from learners.algorithms.segments import taught
 from learners.deepspeed.deepspeed_engine import init_distributed
-from learners.packing import Bundle, MicroBatch, assign_micro_batches, bundle, flatten, pack
+from learners.packing import MicroBatch, assign_micro_batches, bundle, flatten, pack
 from learners.train_batch import make_batch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
@@ -197,7 +197,7 @@ def in_step_loss(lengths: Sequence[int], num_ranks: int, max_tokens: int, pair_c
 
     By cost with ``pair_cost``; the plan is balanced with the pair cost ``balance``, of which 0 is by tokens.
     """
-    bundles = [Bundle((index,), length, length) for index, length in enumerate(lengths)]
+    bundles = [{index: 0} for index in range(len(lengths))]
     shares = assign_micro_batches(lengths, bundles, num_ranks, max_tokens, balance)
     costs = [[sum(lengths[i] + pair_cost * lengths[i] ** 2 for i in one) for one in share] for share in shares]
     return sum(map(max, zip(*costs, strict=True))) / (sum(map(sum, costs)) / num_ranks) - 1

@@ -61,14 +61,10 @@ class EngineState:
     """Bytes of a ``DeepSpeedEngine`` on one rank."""
 
     resting: Parts
+    """Bytes on the device between two steps, all of which ``offload_states`` frees."""
     step: Parts
     """Bytes in addition to ``resting``, from the first backward pass of a step to its end."""
     host: Parts
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the device between two steps, all of which ``offload_states`` frees."""
-        return sum(self.resting.values())
 
 
 def engine_state(num_parameters: int, num_trained: int, settings: LearnerSettings, element_bytes: int) -> EngineState:

@@ -47,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,14 +286,6 @@ def takes_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-class _Copied(NamedTuple):
-    """Keys or values of a block, copied from ``packed_THD`` with every head repeated."""
-
-    packed_THD: torch.Tensor
-    block: Block
-    groups: int
-
-
 def flash_attention(
     query_THD: torch.Tensor,
     key_THD: torch.Tensor,  # H_kv heads, like value_THD
@@ -382,13 +375,13 @@ def _keeping(copied: Sequence[tuple[torch.Tensor, torch.Tensor]], block: Block, 
 
     The copies are saved if a kernel saves them in another shape, as torch's plain one does.
     """
-    origins = {_place(copies): _Copied(packed_THD.detach(), block, groups) for packed_THD, copies in copied}
+    again = {_place(copies): partial(_copies, packed_THD.detach(), block, groups) for packed_THD, copies in copied}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor | _Copied:
-        return origins.get(_place(tensor), tensor)
+    def pack(tensor: torch.Tensor) -> torch.Tensor | partial[torch.Tensor]:
+        return again.get(_place(tensor), tensor)
 
-    def unpack(kept: torch.Tensor | _Copied) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else _copies(*kept)
+    def unpack(kept: torch.Tensor | partial[torch.Tensor]) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept()
 
     return saved_tensors_hooks(pack, unpack)
 

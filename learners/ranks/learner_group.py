@@ -230,7 +230,7 @@ class LearnerGroup:
         The state is the same for any ZeRO stage and number of ranks: weights and both moments in fp32, 12 bytes per
         trained parameter. A checkpoint does not need it: every rank writes its part.
         """
-        return dict(Tensors(self._call("get_state")))
+        return dict(Tensors(self.foreach_learner(lambda learner: learner.get_parts())))
 
     def load_state(self, folder: AnyFolder) -> None:
         """Continue from the state that ``begin_save`` wrote into a folder with any number of ranks.
@@ -515,10 +515,6 @@ class LearnerWorker:
     def weights_apart(self) -> tuple[None, Arrays]:
         """Return the weights as the second of two results, so that the caller can wait for the first only."""
         return None, self.learner.published_weights()
-
-    def get_state(self) -> dict[str, TensorPart]:
-        """Return this rank's part of the learner's state."""
-        return self.learner.get_parts()
 
     def load_state(self, folder: AnyFolder) -> None:
         """Continue from state files once they match their list; the ranks of a node share their pages in memory."""
