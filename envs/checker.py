@@ -27,7 +27,7 @@ from envs.grammars.calls import GRAMMARS
 from envs.grammars.tags import Answer, Malformed, Search, parse_action
 from envs.measures import Reward, RewardContext
 from envs.options import ToolOptions
-from envs.search import SearchEnv, search_call
+from envs.search import SearchEnv, SearchResult
 from envs.sources import TaskSources, checked_passages, checked_tasks, open_source
 from envs.tools.base import ToolResult, make_tools
 from envs.tools.mcp import list_tools
@@ -37,7 +37,6 @@ from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import named, part_options, raised_at
 from ragr1_actors.core.types import (
     MALFORMED,
-    ChatModel,
     Completion,
     FinishReason,
     Message,
@@ -205,7 +204,7 @@ async def check_reward(environment: EnvironmentSettings) -> list[Check]:
     Raises:
         ConfigError: there is no such reward, or it has another form.
     """
-    reward, models = Reward(environment), _stand_ins(environment)
+    reward, models = Reward(environment), dict.fromkeys(environment.models, _SaysYes())
 
     async def ask(answer: str, given: list[str]) -> None:
         for context in (RewardContext("train", models=models), RewardContext("eval", 1.0, models=models)):
@@ -227,13 +226,9 @@ class _SaysYes:
         return "yes"
 
 
-def _stand_ins(environment: EnvironmentSettings) -> Mapping[str, ChatModel]:
-    return dict.fromkeys(environment.models, _SaysYes())
-
-
 def stand_in_context(environment: EnvironmentSettings) -> EnvContext:
     """Return a context without services: each search finds one passage, each model says yes, calls are ``hermes``."""
-    models, parser = _stand_ins(environment), GRAMMARS["hermes"].parser
+    models, parser = dict.fromkeys(environment.models, _SaysYes()), GRAMMARS["hermes"].parser
     return EnvContext(OnePassage(), lambda text: list(text.encode()), models=models, parser=parser)
 
 
@@ -286,7 +281,7 @@ def _made_up_value(schema: Mapping[str, Any]) -> Any:
 
 def made_up(answer: str, index: int = 0) -> Trajectory:
     """Return a trajectory of two turns, a search and the answer; without an answer its turns were used up."""
-    call = search_call("lamp", 1, [_LAMP], latency_s=0.0, waited_s=0.0)
+    call = SearchResult([_LAMP], latency_s=0.0, found_at=0.0).call("lamp", 1, turn_ended=0.0)
     search = Turn("<search>lamp</search>", 1, "search", (call,), f"<information>{_LAMP.text}</information>")
     last = Turn(f"<answer>{answer}</answer>", 1, "answer") if answer else Turn("no tag at all", 1, MALFORMED)
     return _ended((search, last), answer, index)
@@ -370,7 +365,13 @@ class _SearchTrial(_Trial[SearchEnv]):
     async def parse(self) -> None:
         env = await self.start()
         for text in ODD_TEXTS:
-            _check_parse(env, text)
+            try:
+                action: object = env.parse(text)
+            except Exception as error:  # a user's environment may raise anything
+                raise ConfigError(f"parse({_shown(text)}) failed at {raised_at(error, env.parse)}") from error
+            if not isinstance(action, Search | Answer | Malformed):
+                got = f"{named(env.parse)} returned {action!r} for {_shown(text)}"
+                raise ConfigError(f"{got}, expected Search, Answer or Malformed")
 
     async def step(self) -> None:
         env = await self.start()
@@ -415,14 +416,3 @@ def _stop_problem(env_class: type[TextEnv]) -> str:
 
 def _shown(text: str) -> str:
     return repr(shortened(text, 40))
-
-
-def _check_parse(env: SearchEnv, text: str) -> None:
-    shown = _shown(text)
-    try:
-        action: object = env.parse(text)
-    except Exception as error:  # a user's environment may raise anything
-        raise ConfigError(f"parse({shown}) failed at {raised_at(error, env.parse)}") from error
-    if not isinstance(action, Search | Answer | Malformed):
-        got = f"{named(env.parse)} returned {action!r} for {shown}"
-        raise ConfigError(f"{got}, expected Search, Answer or Malformed")

@@ -149,8 +149,7 @@ def rewarded(ended: Trajectory, result: RewardResult) -> Trajectory:
     return replace(ended, turns=turns, reward=ended.reward + result.total, metrics=ended.metrics | parts)
 
 
-Given = float | RewardResult
-RewardFn = Callable[[Trajectory, RewardContext], Given | Awaitable[Given]]
+RewardFn = Callable[[Trajectory, RewardContext], float | RewardResult | Awaitable[float | RewardResult]]
 
 
 async def exact_match_reward(trajectory: Trajectory, context: RewardContext) -> float:
@@ -260,12 +259,10 @@ def _checked(given: object, reward: Callable[..., Any], num_turns: int) -> Rewar
     if not isinstance(result.per_turn, Sequence | np.ndarray) or len(result.per_turn) not in (0, num_turns):
         expected = f"a number for each of {num_turns} turns, or none"
         raise ConfigError(f"{named(reward)} gave per_turn={shortened(repr(result.per_turn))}, expected {expected}")
-    turns = ((f"the reward of turn {number}", value) for number, value in enumerate(result.per_turn, start=1))
-    for part, value in (
-        ("the reward", result.total),
-        *turns,
-        *((f"the part {name}", value) for name, value in result.parts.items()),
-    ):
+    said = {"the reward": result.total}
+    said |= {f"the reward of turn {number}": value for number, value in enumerate(result.per_turn, start=1)}
+    said |= {f"the part {name}": value for name, value in result.parts.items()}
+    for part, value in said.items():
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ConfigError(f"{named(reward)} gave {value!r} as {part}, expected a finite number")
     parts = {part: float(value) for part, value in result.parts.items()}

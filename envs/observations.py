@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -183,14 +184,8 @@ def cut_text(text: str, max_tokens: int, tokens: Callable[[str], int]) -> str:
     if tokens(text) <= max_tokens:
         return text
     ends = [unit.end() for unit in _UNIT.finditer(text)]
-    low, high = 0, len(ends)
-    while low < high:  # ends[:low] fit
-        middle = (low + high) // 2
-        if tokens(text[: ends[middle]]) <= max_tokens:
-            low = middle + 1
-        else:
-            high = middle
-    return text[: ends[low - 1]] if low else ""
+    num_fitting = bisect_right(ends, max_tokens, key=lambda end: tokens(text[:end]))
+    return text[: ends[num_fitting - 1]] if num_fitting else ""
 
 
 def _fair_share(sizes: Sequence[int], room: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from envs.base import EnvContext, StepResult, TextEnv, check_result
@@ -29,9 +29,9 @@ from envs.grammars.tags import (
     read_answer,
 )
 from envs.observations import format_observation
-from envs.options import SearchOptions
+from envs.options import ObservationFormat, PassageOptions, SearchOptions
 from ragr1_actors.core.config import EnvironmentSettings
-from ragr1_actors.core.content import joined
+from ragr1_actors.core.content import Content, joined, text_of
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.process.driver_loop import note_error
 from ragr1_actors.core.resolve import named
@@ -76,7 +76,7 @@ class SearchEnv(TextEnv):
         """Return the prompt of ``search_prompt``; in the mode ``rag`` it has passages."""
         if self.options.mode != "rag":
             return search_prompt(self._settings.prompt, self.options, task)
-        passages = await self._search_question(task.question)
+        passages = text_of(await self._search_question(task.question)).strip()
         before, place, behind = self._settings.prompt.partition("{passages}")
         parts = (before, behind) if place else (f"{before}\n", "")
         # the passages are put in last: neither the question nor a passage may be read as a field
@@ -125,39 +125,21 @@ class SearchEnv(TextEnv):
         clean = clean_queries(queries, self.options.max_queries_per_turn)
         if not clean.queries:
             return StepResult(notice=MALFORMED_NOTICE + self._notice(), metrics={**clean.counts, "malformed": 1.0})
-        results = await searches.answer(clean.queries)
-        found = [result.passages for result in results]
-        images = [(one.image,) for passages in found for one in passages if one.image is not None]
-        observation = joined(self._laid_out(clean.queries, found), *images)
-        calls = tuple(
-            result.call(query, self.options.top_k, ended) for query, result in zip(clean.queries, results, strict=True)
-        )
+        found = await searches.answer(clean.queries)
+        calls = tuple(result.call(query, self.options.top_k, ended) for query, result in found.items())
         return StepResult(
-            observation=observation, notice=self._notice(), calls=calls, metrics=clean.counts | search_metrics(calls)
+            observation=observed(found, self._context, self.options, self.options.observation_format),
+            notice=self._notice(),
+            calls=calls,
+            metrics=clean.counts | search_metrics(calls),
         )
 
-    async def _search_question(self, question: str) -> str:
+    async def _search_question(self, question: str) -> Content:
         """Return the passages that the question finds, laid out as an observation, and keep their record."""
-        queries, loop = clean_queries([question], 1).queries, asyncio.get_running_loop()
-        asked_s = loop.time()
-        found = await self._context.retriever.search(queries, self.options.top_k) if queries else []
-        waited_s = loop.time() - asked_s
-        self._called_before = tuple(
-            search_call(query, self.options.top_k, passages, latency_s=waited_s, waited_s=waited_s)
-            for query, passages in zip(queries, found, strict=True)
-        )
-        return self._laid_out(queries, found).strip()
-
-    def _laid_out(self, queries: Sequence[str], found: Sequence[Sequence[Passage]]) -> str:
-        return format_observation(
-            queries,
-            found,
-            self._context.encode,
-            max_tokens_per_query=self.options.max_observation_tokens_per_query,
-            max_tokens=self.options.max_observation_tokens,
-            observation_format=self.options.observation_format,
-            defuse=self._context.defuse,
-        )
+        asked = asyncio.get_running_loop().time()
+        found = await self._searches.answer(clean_queries([question], 1).queries)
+        self._called_before = tuple(one.call(query, self.options.top_k, asked) for query, one in found.items())
+        return observed(found, self._context, self.options, self.options.observation_format)
 
     async def submit(self, answer: str) -> StepResult:
         """End the trajectory; its last call is the search before the turn, if there was one."""
@@ -244,21 +226,39 @@ class SearchResult:
 
     def call(self, query: str, k: int, turn_ended: float) -> ToolCall:
         """Return the record of the query for the trajectory; the turn ended at ``turn_ended`` by the same clock."""
-        waited_s = min(self.latency_s, max(0.0, self.found_at - turn_ended))
-        return search_call(query, k, self.passages, latency_s=self.latency_s, waited_s=waited_s)
+        found = self.passages
+        return ToolCall(
+            tool=SEARCH,
+            arguments={"query": query, "k": k},
+            records=tuple(found),
+            latency_s=self.latency_s,
+            waited_s=min(self.latency_s, max(0.0, self.found_at - turn_ended)),
+            is_cached=found.is_cached if isinstance(found, Hits) else False,
+            version=found.index_version if isinstance(found, Hits) else "",
+        )
 
 
-def search_call(query: str, k: int, found: Sequence[Passage], *, latency_s: float, waited_s: float) -> ToolCall:
-    """Return the record of a query that found ``found``, at most ``k`` passages, best first."""
-    return ToolCall(
-        tool=SEARCH,
-        arguments={"query": query, "k": k},
-        records=tuple(found),
-        latency_s=latency_s,
-        waited_s=waited_s,
-        is_cached=found.is_cached if isinstance(found, Hits) else False,
-        version=found.index_version if isinstance(found, Hits) else "",
+def observed(
+    found: Mapping[str, SearchResult],
+    context: EnvContext,
+    options: PassageOptions,
+    observation_format: ObservationFormat = "grouped",
+    *,
+    is_tagged: bool = True,
+) -> Content:
+    """Return the passages of each query, laid out by ``format_observation``, and their images after them."""
+    text = format_observation(
+        list(found),
+        [one.passages for one in found.values()],
+        context.encode,
+        max_tokens_per_query=options.max_observation_tokens_per_query,
+        max_tokens=options.max_observation_tokens,
+        observation_format=observation_format,
+        is_tagged=is_tagged,
+        defuse=context.defuse,
     )
+    images = [(one.image,) for result in found.values() for one in result.passages if one.image is not None]
+    return joined(text, *images)
 
 
 def search_metrics(calls: Sequence[ToolCall]) -> dict[str, float]:
@@ -284,7 +284,7 @@ class TurnSearches:
         if self._cleaner.add(query):
             self._begin(self._cleaner.queries[-1:])
 
-    async def answer(self, queries: Sequence[str]) -> list[SearchResult]:
+    async def answer(self, queries: Sequence[str]) -> dict[str, SearchResult]:
         """Return the result of each query; queries whose search has not begun are searched in one call."""
         for query in self._tasks.keys() - set(queries):
             self._tasks.pop(query).cancel()
@@ -294,7 +294,7 @@ class TurnSearches:
         found: dict[str, SearchResult] = {}
         for results in await asyncio.gather(*dict.fromkeys(self._tasks.values())):
             found |= results
-        return [found[query] for query in queries]
+        return {query: found[query] for query in queries}
 
     def cancel(self) -> None:
         """Cancel the searches that are still running."""

@@ -32,8 +32,8 @@ GrammarName = Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistr
 END_OF_THOUGHT = "</think>"
 _CODER_CALL = r"<tool_call>\s*<function=(?P<name>[^>\n]+)>"
 _CODER_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"
-_LLAMA_START = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"name\"\s*:)")
-_PYTHON_START = re.compile(r"\s*(?:<\|python_start\|>\s*)?(?=\[\s*[A-Za-z_][\w.]*\s*\()")
+_LLAMA_START = re.compile(r"(\s*(?:<\|python_tag\|>\s*)?)\{\s*\"name\"\s*:")
+_PYTHON_START = re.compile(r"(\s*(?:<\|python_start\|>\s*)?)\[\s*[A-Za-z_][\w.]*\s*\(")
 _PYTHON_TAG = re.compile(r"<\|python_(?:tag|start|end)\|>")
 _MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*\Z")
@@ -302,8 +302,8 @@ class BracketParser(TurnParser):
         while True:
             thought = turn.find(THINK, position)
             found = self._family.find_block(turn, position)
-            if found is not None and (thought < 0 or found < thought):
-                return found
+            if found is not None and (thought < 0 or found.end(1) < thought):
+                return found.end(1)
             end = turn.find(END_OF_THOUGHT, thought)
             if thought < 0 or end < 0:
                 return None
@@ -333,20 +333,12 @@ class BracketFamily:
     opening: str
     outer: str
     quotes: str
-    find_block: Callable[[str, int], int | None]
-    """Returns where the block of calls begins in a turn, after a position; None if there is none."""
+    find_block: Callable[[str, int], re.Match[str] | None]
+    """Finds the beginning of the block of calls in a turn, after a position: the block begins where group 1 ends."""
     read: Callable[[str, str], CallRequest]
     """Reads a call from its group of brackets and the text between the group before and this group."""
     is_end: Callable[[str, str], bool]
     """Returns whether a block, given with the text after its last call, is complete."""
-
-
-def _matched(pattern: re.Pattern[str]) -> Callable[[str, int], int | None]:
-    def find(text: str, begin: int) -> int | None:
-        found = pattern.match(text, begin)
-        return None if found is None else found.end()
-
-    return find
 
 
 def _read_llama(before: str, group: str) -> CallRequest:
@@ -372,11 +364,6 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _as_json(one) for key, one in value.items()}
     return [_as_json(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _find_mistral(text: str, begin: int) -> int | None:
-    found = text.find(_MISTRAL_START, begin)
-    return None if found < 0 else found
 
 
 def _read_mistral(before: str, group: str) -> CallRequest:
@@ -427,12 +414,12 @@ _CODER = {
     **{"content": "xml-inline", "content_args": {"tag_pattern": _CODER_PARAMETER}},
     "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
 }
-_LLAMA = BracketFamily("{", "", '"', _matched(_LLAMA_START), _read_llama, lambda block, left: left.strip() in ("", ";"))
+_LLAMA = BracketFamily("{", "", '"', _LLAMA_START.match, _read_llama, lambda block, left: left.strip() in ("", ";"))
 _PYTHON = BracketFamily(
-    *("(", "[", "\"'", _matched(_PYTHON_START), _read_python),
+    *("(", "[", "\"'", _PYTHON_START.match, _read_python),
     lambda block, left: _PYTHON_TAG.sub("", left).replace(" ", "").strip() in ("]", ",]"),
 )
-_MISTRAL = BracketFamily("{", "[", '"', _find_mistral, _read_mistral, _is_end_of_mistral)
+_MISTRAL = BracketFamily("{", "[", '"', re.compile(r"()\[TOOL_CALLS\]").search, _read_mistral, _is_end_of_mistral)
 
 GRAMMARS: dict[GrammarName, Grammar] = {
     "hermes": Grammar(

@@ -78,19 +78,15 @@ def load_sets(named: NamedTasks, folder: Path | None = None) -> LoadedTasks:
     Raises:
         DataError: the folder has no such set, the hub cannot be reached, or a file cannot be used.
     """
-    names = [str(one) for one in as_list(named) if path_of(one, *SETS) is None]
+    names = dict.fromkeys(str(one) for one in as_list(named) if path_of(one, *SETS) is None)
     paths = [one for one in as_list(named) if path_of(one, *SETS) is not None]
-    files = [_set_file(name, folder) for name in dict.fromkeys(names)]
+    files = [TaskFile(_from_hub(name) if folder is None else _from_folder(name, folder), name) for name in names]
     files += task_files(paths) if paths else []
     return read_files(files, shown(named), whole=True)
 
 
-def _set_file(name: str, folder: Path | None) -> TaskFile:
+def _from_folder(name: str, folder: Path) -> Path:
     published = SETS[name]
-    return TaskFile(_from_hub(name, published) if folder is None else _from_folder(name, published, folder), name)
-
-
-def _from_folder(name: str, published: PublishedSet, folder: Path) -> Path:
     stems = (f"{published.folder}/{published.split}", published.folder, name)
     candidates = [folder / f"{stem}{ending}" for stem in stems for ending in _ENDINGS]
     found = next((path for path in candidates if path.is_file()), None)
@@ -101,7 +97,8 @@ def _from_folder(name: str, published: PublishedSet, folder: Path) -> Path:
     return found
 
 
-def _from_hub(name: str, published: PublishedSet) -> Path:
+def _from_hub(name: str) -> Path:
+    published = SETS[name]
     try:
         return Path(hf_hub_download(HUB_NAME, f"{published.folder}/{published.split}.jsonl", repo_type="dataset"))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -226,10 +226,7 @@ def _make_tasks(
                 tasks[task.question] = task
     shuffled = list(tasks.values())
     rng.shuffle(shuffled)
-    return tuple(
-        Task(f"world/{split}/{index}", t.question, t.golden_answers, t.category, t.supporting_ids, t.plan)
-        for index, t in enumerate(shuffled)
-    )
+    return tuple(replace(one, task_id=f"world/{split}/{index}") for index, one in enumerate(shuffled))
 
 
 class _QuestionDraw:

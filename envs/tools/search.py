@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 from envs.base import EnvContext
 from envs.grammars.calls import ToolSchema
-from envs.observations import MAX_TOKEN_CHARS, cut_text, format_observation
+from envs.observations import MAX_TOKEN_CHARS, cut_text
 from envs.options import ToolOptions
-from envs.search import QueryCleaner, SearchResult, TurnSearches
+from envs.search import QueryCleaner, SearchResult, TurnSearches, observed
 from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult
-from ragr1_actors.core.content import Image, joined
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.errors import ToolError, shortened
 from ragr1_actors.core.images import cropped, size_of
 from ragr1_actors.core.types import DefuseFn, EncodeFn, ToolCall
@@ -84,27 +84,14 @@ class SearchTool(Tool):
             found = await searches.answer(cleaner.queries)
         finally:
             searches.cancel()
-        by_query = dict(zip(cleaner.queries, found, strict=True))
-        return [
-            self._result({query: by_query[query] for query in queries}, counts, ended_s) for queries, counts in asked
-        ]
+        return [self._result({query: found[query] for query in queries}, counts, ended_s) for queries, counts in asked]
 
     def _result(self, found: dict[str, SearchResult], counts: dict[str, float], ended_s: float) -> ToolResult:
         if not found:
             limit = self.options.max_queries_per_turn
             return ToolResult(_NONE_LEFT.format(limit=limit), (), is_error=True, metrics=counts)
-        text = format_observation(
-            list(found),
-            [one.passages for one in found.values()],
-            self.context.encode,
-            max_tokens_per_query=self.options.max_observation_tokens_per_query,
-            max_tokens=self.options.max_observation_tokens,
-            is_tagged=False,
-            defuse=self.context.defuse,
-        )
         calls = tuple(one.call(query, self.options.top_k, ended_s) for query, one in found.items())
-        images = [(one.image,) for result in found.values() for one in result.passages if one.image is not None]
-        return ToolResult(joined(text, *images), calls, metrics=counts)
+        return ToolResult(observed(found, self.context, self.options, is_tagged=False), calls, metrics=counts)
 
     def close(self) -> None:
         """Cancel the searches of a turn that did not end."""
