@@ -32,8 +32,6 @@ _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+(;[^,;]*)*;base64,", re.IGNORECA
 
 _READ: WeakValueDictionary[str, Image] = WeakValueDictionary()  # images that were read, by digest
 _SIZES: WeakKeyDictionary[Image, tuple[int, int]] = WeakKeyDictionary()  # of images that were checked
-Box = tuple[float, float, float, float]
-"""Part of an image: left, top, right and bottom, each from 0 to 1; ``(0, 0, 1, 0.5)`` is the upper half."""
 
 
 def read_image(data: bytes, name: str) -> Image:
@@ -125,8 +123,10 @@ def encoded(picture: PIL.Image.Image) -> Image:
     return Image(file.getvalue(), "image/png")
 
 
-def cropped(image: Image, box: Box, *, min_side: int = 1) -> Image:
+def cropped(image: Image, box: tuple[float, float, float, float], *, min_side: int = 1) -> Image:
     """Return a part of an image, enlarged so that its shorter side has at least ``min_side`` pixels.
+
+    ``box`` has left, top, right and bottom, each from 0 to 1; ``(0, 0, 1, 0.5)`` is the upper half.
 
     Raises:
         ValueError: the box is empty, too thin or too large, or reaches out of the image; the message is for the policy.

@@ -147,8 +147,9 @@ def override(sections: Sections, assignments: Iterable[str]) -> Sections:
         parsed = parse_yaml(value, name) if value else ""
         key, *inner = key.split(".")
         check_keys(section, {key: _with(None, inner, parsed)})
-        if inner:
-            _check_has_names(section, key, name)
+        settings = _settings_of(section)
+        if inner and settings.group(key) is None and get_origin(settings.model_fields[key].annotation) is not dict:
+            raise ConfigError(f"got {name}; {section}.{key} is one value: write {section}.{key}=...")
         before = changed.get(section, {})
         changed[section] = before | {key: _with(before.get(key), inner, parsed)}
     return changed
@@ -160,13 +161,6 @@ def _with(before: Any, path: Sequence[str], value: Any) -> Any:
         return value
     names = before if isinstance(before, dict) else {}
     return names | {path[0]: _with(names.get(path[0]), path[1:], value)}
-
-
-def _check_has_names(section: str, key: str, name: str) -> None:
-    """Refuse ``name``, such as ``training.lr.x``, if its key holds one value."""
-    settings = _settings_of(section)
-    if settings.group(key) is None and get_origin(settings.model_fields[key].annotation) is not dict:
-        raise ConfigError(f"got {name}; {section}.{key} is one value: write {section}.{key}=...")
 
 
 def read_recipe(name_or_path: str) -> Sections:
@@ -290,20 +284,17 @@ def _check_gpus(config: RunConfig) -> None:
 def _check_autoscaling(config: RunConfig) -> None:
     """Refuse a fleet that cannot follow its load, because it has no actors or starts outside its bounds."""
     runners, retrieval = config.env_runners, config.retrieval
+    encoders = retrieval.encoders
     fleets = [
-        ("env_runners.autoscaling", "env_runners.num_env_runners", runners.autoscaling),
-        ("retrieval.autoscaling", "retrieval.num_retrievers", retrieval.autoscaling),
-        ("retrieval.encoders.autoscaling", "retrieval.encoders.num_encoders", retrieval.encoders.autoscaling),
+        ("env_runners", "num_env_runners", runners.num_env_runners, runners.autoscaling),
+        ("retrieval", "num_retrievers", retrieval.num_retrievers, retrieval.autoscaling),
+        ("retrieval.encoders", "num_encoders", encoders.num_encoders, encoders.autoscaling),
     ]
-    for (key, size_key, settings), size in zip(
-        fleets, (runners.num_env_runners, retrieval.num_retrievers, retrieval.encoders.num_encoders), strict=True
-    ):
-        if settings is None:
-            continue
-        if not settings.min_replicas <= size <= settings.max_replicas:
+    for group, key, size, settings in fleets:
+        if settings is not None and not settings.min_replicas <= size <= settings.max_replicas:
             raise ConfigError(
-                f"{size_key}: got {size} with {key}, expected {settings.min_replicas} to {settings.max_replicas}, its "
-                "min_replicas and max_replicas: it is the number at the start"
+                f"{group}.{key}: got {size} with {group}.autoscaling, expected {settings.min_replicas} to "
+                f"{settings.max_replicas}, its min_replicas and max_replicas: it is the number at the start"
             )
 
 

@@ -468,8 +468,7 @@ def read_trajectories(path: Path) -> list[TrajectoryGroup]:
 
 
 def _flat_list(arrays: list[NDArray[Any]], value_type: pa.DataType) -> pa.LargeListArray:
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
     values = np.concatenate(arrays) if arrays else np.zeros(0)
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values, value_type))
 

@@ -42,19 +42,6 @@ Share = Callable[[str | Path], AnyFolder]
 """Function that returns the form in which actors on any node get a folder of this node; a hub name is unchanged."""
 
 
-def check_seen(name: str | Path) -> None:
-    """Return if ``name`` is a folder on this node, or no absolute path, and so maybe a name on a model hub.
-
-    Raises:
-        DataError: the node of the driver has this folder, and this node does not.
-    """
-    if Path(name).is_absolute() and not Path(name).is_dir():
-        raise DataError(
-            f"node {socket.gethostname()} does not see the folder {name}; put it on a file system that all nodes share "
-            "or --run-dir on a storage, such as s3://bucket/runs/mine"
-        )
-
-
 def on_this_node(folder: AnyFolder) -> str | Path:
     """Return the path of a folder on this node, or the name on a model hub that was given.
 
@@ -63,7 +50,11 @@ def on_this_node(folder: AnyFolder) -> str | Path:
     """
     if isinstance(folder, Folder):
         return folder.fetch()
-    check_seen(folder)
+    if Path(folder).is_absolute() and not Path(folder).is_dir():  # else it may be a name on a model hub
+        raise DataError(
+            f"node {socket.gethostname()} does not see the folder {folder}; put it on a file system that all nodes "
+            "share or --run-dir on a storage, such as s3://bucket/runs/mine"
+        )
     return folder
 
 

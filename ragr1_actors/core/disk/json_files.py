@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from ragr1_actors.core.errors import DataError, shortened
 
 T = TypeVar("T")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -59,18 +60,13 @@ def checked(kind: type[T], value: Any, refuse: Callable[[str, Any, str], Excepti
     Raises:
         Exception: what ``refuse`` makes of the first wrong key (empty if it is the whole), its value and what is wrong.
     """
-    adapter: TypeAdapter[T] = _adapter(cast(Any, kind))
+    adapter: TypeAdapter[T] = _adapter(kind)
     try:
         return adapter.validate_json(value) if isinstance(value, bytes) else adapter.validate_python(value)
     except ValidationError as error:
         problem = first_problem(error)
         assert problem is not None
         raise refuse(*problem) from error
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def first_problem(error: object) -> tuple[str, Any, str] | None:
