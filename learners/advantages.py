@@ -113,16 +113,12 @@ def whiten(values_M: torch.Tensor) -> torch.Tensor:
 # -- credit per turn ---------------------------------------------------------------------------------------------------
 
 
-Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function that returns advantages from values and group numbers, ``[T]`` each, such as ``group_advantages``."""
-
-
 def turn_advantages(
     trajectories: Sequence[Trajectory],
     group_ids: Sequence[int],
     rewards_N: torch.Tensor,
     gamma: float,
-    compare: Compare,
+    compare: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Return the advantage of every turn over the turns of its group that began in the same state.
 
@@ -136,7 +132,8 @@ def turn_advantages(
     state has the advantage 0, also for algorithms whose trajectories keep their reward without a group.
 
     ``rewards_N`` are the rewards by which trajectories are compared, ``[N]``: the last turn gets what exceeds the sum
-    of the turns' rewards. ``group_ids`` is ``[N]``.
+    of the turns' rewards. ``group_ids`` is ``[N]``. ``compare`` is a function that returns advantages from values and
+    group numbers, ``[T]`` each, such as ``group_advantages``.
     """
     returns: list[float] = []
     numbers: dict[Hashable, int] = {}

@@ -227,7 +227,9 @@ class Learner(ABC):
         Raises:
             LearnerError: ten optimizer steps in a row were skipped.
         """
-        kept = self._connected(groups)
+        kept: object = self.connect(groups)
+        if not isinstance(kept, Sequence) or not all(isinstance(group, TrajectoryGroup) for group in kept):
+            raise ConfigError(f"{type(self).__name__}.connect returned {kept!r}, expected a list of TrajectoryGroup")
         batch = make_batch(kept, self.select_members, self.has_rollout_logprobs, self.trained_kinds)
         keeps_ratios = self.has_rollout_logprobs and self.config.checkpointing.keep_trajectories
         num_ratios = len(batch.columns.trajectory_ids) if batch is not None and keeps_ratios else 0
@@ -250,12 +252,6 @@ class Learner(ABC):
             "lr": self.schedule.lr_at(self.num_updates * self.schedule.steps_per_update - 1),
             **meter.reduce(self.device),
         }
-
-    def _connected(self, groups: Sequence[TrajectoryGroup]) -> Sequence[TrajectoryGroup]:
-        found: object = self.connect(groups)
-        if not isinstance(found, Sequence) or not all(isinstance(group, TrajectoryGroup) for group in found):
-            raise ConfigError(f"{type(self).__name__}.connect returned {found!r}, expected a list of TrajectoryGroup")
-        return found
 
     def train(self, batch: TrainBatch, meter: Meter) -> None:
         """Take the optimizer steps of the update."""

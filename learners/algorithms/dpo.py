@@ -31,6 +31,8 @@ class DPOLearner(Learner):
     options_class: ClassVar[type[LearnerOptions]] = PreferenceOptions
     options: PreferenceOptions
     uses_old_logprobs: ClassVar[bool] = False  # the loss compares with the reference only
+    pair_losses = staticmethod(dpo_loss)
+    """Function for the loss per pair, ``[P]``, from the margins, ``[P]``, and ``beta``."""
 
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
         """Return the pairs of a group one after another, the better trajectory of each pair first."""
@@ -56,7 +58,7 @@ class DPOLearner(Learner):
         logprobs_M = self.score(self.policy_logprobs, batch.flat, indices)
         gains_N = batch.per_trajectory(logprobs_M - batch.columns["ref_logprobs"])
         margins_P = (gains_N[0::2] - gains_N[1::2]).requires_grad_()
-        losses_P = self.pair_losses(margins_P)
+        losses_P = self.pair_losses(margins_P, self.options.beta)
         (slopes_P,) = torch.autograd.grad(losses_P.sum(), margins_P)
         scale = lengths_N[indices].sum() / (len(indices) // 2)
         pair_lengths_P = lengths_N[0::2] + lengths_N[1::2]
@@ -69,10 +71,6 @@ class DPOLearner(Learner):
         }
         return {name: batch.per_token(column_N) for name, column_N in columns_N.items()}
 
-    def pair_losses(self, margins_P: torch.Tensor) -> torch.Tensor:
-        """Return the loss per pair, ``[P]``."""
-        return dpo_loss(margins_P, self.options.beta)
-
     def compute_loss(self, outputs: TokenOutputs, columns: TokenColumns) -> TokenLoss:
         """Return the value of the pair's loss, with its gradient by the log-probs."""
         steps = columns["slopes"] * (outputs.logprobs - outputs.logprobs.detach())
@@ -84,6 +82,4 @@ class DPOLearner(Learner):
 class IPOLearner(DPOLearner):
     """Identity preference optimization (Azar et al., arXiv:2310.12036): the margin approaches a finite value."""
 
-    def pair_losses(self, margins_P: torch.Tensor) -> torch.Tensor:
-        """Return the loss per pair, ``[P]``."""
-        return ipo_loss(margins_P, self.options.beta)
+    pair_losses = staticmethod(ipo_loss)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
+from torch.nn.functional import pad
 
 from learners.deepspeed.memory import BUCKET_ELEMENTS
 from learners.deepspeed.offloaded import Offloaded
@@ -366,10 +367,8 @@ class DeepSpeedEngine:
         """Return this rank's part of a ZeRO-3 parameter, padded to a multiple of the ranks."""
         size = parameter.ds_tensor.numel()
         start = size * dist.get_rank()
-        part = whole.new_zeros(size)
-        found = whole.flatten()[start : start + size]
-        part[: len(found)] = found
-        return part
+        part = whole.flatten()[start : start + size]
+        return pad(part, (0, size - len(part)))
 
     def _ensure_moments(self) -> None:
         """Create AdamW's moments, which it creates at its first step only: a state may be read or set before that."""
