@@ -75,7 +75,7 @@ class Asker:
         """
         request = GroupRequest(f"ask/{self._num_asked}", Task("ask", question, ()))
         self._num_asked += 1  # a part of the sampling seed, and of the engine's request id
-        trajectory = self._loop.run(self._runner.sample_watched(request, watch))
+        trajectory = self._loop.run(self._runner.sample(request, 0, watch=watch))
         self._retriever.check()
         return trajectory
 

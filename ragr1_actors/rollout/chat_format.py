@@ -272,10 +272,6 @@ class EndpointFormat:
 
 FORMATS: dict[str, Any] = {"auto": TemplateFormat, **{name: partial(TemplateFormat, name=name) for name in GRAMMARS}}
 """Known values of ``policy.chat_format`` besides ``tags``; any other is a class ``my_module:MyFormat``."""
-_AT_ENDPOINTS: dict[str, Any] = {
-    "auto": EndpointFormat,
-    **{name: partial(EndpointFormat, name=name) for name in GRAMMARS},
-}
 
 
 def chat_format_of(config: SamplerConfig, tokenizer: Tokenizer) -> ChatFormat:
@@ -290,13 +286,12 @@ def chat_format_of(config: SamplerConfig, tokenizer: Tokenizer) -> ChatFormat:
         name = "auto" if config.environment.agent is not None else env_class.chat_format if is_env else "tags"
     if isinstance(tokenizer, PolicyTokenizer):
         return make_chat_format(name, tokenizer)
-    if isinstance(tokenizer, EndpointTokenizer) and name in _AT_ENDPOINTS:
-        made: ChatFormat = _AT_ENDPOINTS[name](tokenizer)
-        return made
+    if isinstance(tokenizer, EndpointTokenizer) and name in FORMATS:
+        return EndpointFormat(tokenizer, next((known for known in GRAMMARS if known == name), None))
     if name != "tags":
         raise ConfigError(
             f"policy.chat_format {name} needs the policy's tokenizer, and the engine {config.env_runners.engine} has "
-            f"none here; set it to one of {', '.join(_AT_ENDPOINTS)}"
+            f"none here; set it to one of {', '.join(FORMATS)}"
         )
     return TagsFormat(tokenizer)
 

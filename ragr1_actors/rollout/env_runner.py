@@ -109,7 +109,8 @@ class EnvRunner:
         self._chat = chat_format_of(config, tokenizer)
         parser = None if isinstance(self._chat, TagsFormat) else self._chat.parser
         self._context = EnvContext(retriever, tokenizer.encode, tokenizer.defuse, models, parser=parser)
-        self._agents = AgentAttempts.of(config, self._chat, retriever)
+        agent = config.environment.agent
+        self._agents = None if agent is None else AgentAttempts(config, agent, self._chat, retriever)
         self._load = EngineLoad()
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
@@ -142,7 +143,7 @@ class EnvRunner:
         data.
         """
         strategy = self._strategy if request.context.split == "train" else Independent(Section())
-        play = partial(self._sample, request)
+        play = partial(self.sample, request)
         try:
             trajectories = await checked_sample(strategy, request, play)
         except EngineDeadError:
@@ -153,11 +154,7 @@ class EnvRunner:
             trajectories = [recorder.trajectory(request.task, StopReason.ENV_ERROR, error=problem)]
         return TrajectoryGroup(request.task, tuple(trajectories))
 
-    async def sample_watched(self, request: GroupRequest, watch: Watch) -> Trajectory:
-        """Sample the first trajectory of a group; ``watch`` gets its growth."""
-        return await self._sample(request, 0, watch=watch)
-
-    async def _sample(
+    async def sample(
         self,
         request: GroupRequest,
         index: int,
@@ -166,6 +163,7 @@ class EnvRunner:
         fork: Fork | None = None,
         watch: Watch | None = None,
     ) -> Trajectory:
+        """Sample the trajectory ``index`` of a group, as a ``Play``; ``watch`` gets its growth."""
         async with self._room:
             if self._paced is not None:
                 await self._paced.wait_for_room()

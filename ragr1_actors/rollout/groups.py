@@ -144,7 +144,7 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
 
 
 KEY = "env_runners.strategy"
-_ROUNDING = 1e-3
+ROUNDING = 1e-3
 """Amount by which a log-prob may be above 0."""
 
 
@@ -294,7 +294,7 @@ def _problem(changed: Trajectory, played: Trajectory) -> str:
 
 def _are_logprobs(values: NDArray[np.float32]) -> bool:
     known = values[~np.isnan(values)]
-    return bool(np.isfinite(known).all() and (known <= _ROUNDING).all())
+    return bool(np.isfinite(known).all() and (known <= ROUNDING).all())
 
 
 def _check_play(index: object, variant: object, fork: object) -> None:
@@ -302,10 +302,8 @@ def _check_play(index: object, variant: object, fork: object) -> None:
         raise ConfigError(f"play got the index {index!r}, expected a whole number from 0")
     if not isinstance(variant, str):
         raise ConfigError(f"play({index}) got variant={shortened(repr(variant))}, expected text")
-    if fork is None:
-        return
     match fork:
-        case (Trajectory(), int(), str()):
+        case None | (Trajectory(), int(), str()):
             return
     raise ConfigError(f"play({index}) got fork={shortened(repr(fork))}, expected (parent, number of turns, text)")
 

@@ -203,7 +203,7 @@ class PolicyTokenizer:
 
         chat = [Message("user", "a"), Message("assistant", _CONTENT)]
         try:
-            text = str(self._apply_template(chat, tokenize=False))
+            text = self._apply_template(chat, is_prompt=False)
         except ConfigError as error:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 raise
@@ -240,7 +240,7 @@ class PolicyTokenizer:
         if self._tokenizer.chat_template is None:
             ids, text = [*self._first_ids], "\n".join(self._spelled(one.content) for one in messages) + "\n"
         else:
-            ids, text = [], self._apply_template(messages, tokenize=False, add_generation_prompt=True)
+            ids, text = [], self._apply_template(messages)
         # images apart: after a blank, a tiny policy's token " <" would take the beginning of one
         has_images = bool(images_of(*(one.content for one in messages)))
         images = "|".join(re.escape(self._added[i]) for i in self._reader.token_ids) if has_images else ""
@@ -293,10 +293,9 @@ class PolicyTokenizer:
             for part in parts_of(content)
         )
 
-    def _apply_template(self, messages: Sequence[Message], **options: Any) -> Any:
-        """Return the chat template's text or token ids."""
+    def _apply_template(self, messages: Sequence[Message], *, is_prompt: bool = True) -> str:
         chat = [{"role": message.role, "content": self._spelled(message.content)} for message in messages]
-        return self._apply(chat, **options)
+        return self.render(chat, (), is_prompt=is_prompt)
 
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, is_prompt: bool = True
@@ -305,15 +304,13 @@ class PolicyTokenizer:
 
         With ``is_prompt`` it ends at the assistant's turn. Raises ``ConfigError`` if the template refuses them.
         """
-        given = {"tools": list(tools)} if tools else {}
-        return str(self._apply(list(chat), tokenize=False, add_generation_prompt=is_prompt, **given))
-
-    def _apply(self, chat: list[Any], **options: Any) -> Any:
         from jinja2 import TemplateError
 
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": is_prompt, **self._template_options}
+        if tools:
+            options["tools"] = list(tools)
         try:
-            # Without return_dict=False transformers 5 returns a BatchEncoding, whose length is its number of fields
-            return self._tokenizer.apply_chat_template(chat, return_dict=False, **options, **self._template_options)
+            return str(self._tokenizer.apply_chat_template(list(chat), **options))
         except (TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ConfigError(
                 f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
@@ -531,15 +528,14 @@ def check_takes_part(engine: Engine, config: SamplerConfig) -> None:
         )
 
 
-EngineClass = Callable[..., Engine]
-"""``(policy_dir, tokenizer, EngineArguments) -> Engine``."""
-
-ENGINES: dict[str, EngineClass | Any] = {
+ENGINES: dict[str, Any] = {
     "transformers": "ragr1_actors.rollout.engines.transformers_engine:TransformersEngine",
     "vllm": "ragr1_actors.rollout.engines.vllm_engine:VLLMEngine",
     "endpoint": "ragr1_actors.rollout.engines.endpoint_engine:EndpointEngine",
 }
-"""Engines by their names in a recipe; others: ``my_module:MyEngine``. Each imports a library that may be missing."""
+"""Engines by their names in a recipe; others: ``my_module:MyEngine``. Each imports a library that may be missing.
+
+They are called as ``(policy_dir, tokenizer, EngineArguments) -> Engine``."""
 
 
 class ScriptedEngine:

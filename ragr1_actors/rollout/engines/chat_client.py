@@ -10,11 +10,10 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-
-from yarl import URL
 
 from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.config import DEFAULT_KEY_ENV, EndpointSettings, ModelSettings, PolicySettings
@@ -40,19 +39,6 @@ PROBE_TIMEOUT_S = 60.0
 """Seconds for the one short request before the first task. The first answer of a new server takes longest."""
 _PROBE = [{"role": "user", "content": "Answer with the word yes."}]
 _PROBE_SAMPLING = Sampling(16, temperature=0.0, stop=("</answer>",))
-
-
-@dataclass(frozen=True, slots=True)
-class Tries:
-    """Repetition of a request: ``attempts`` times, after errors that ``may_pass``."""
-
-    may_pass: Callable[[BaseException], bool]
-    attempts: int
-    longest_pause_s: float
-
-
-_PROBE_TRIES = Tries(is_busy, 3, 10.0)
-"""Repetition of the probe, which does not wait for an endpoint that is away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +82,9 @@ class ChatClient:
         is_usual = settings.key_env == DEFAULT_KEY_ENV and not os.environ.get(DEFAULT_KEY_ENV)
         key = "" if is_usual else read_secret(named.key_env, settings.key_env)
         self._settings, self._named = settings, named
-        self._url = _completions_url(settings.url, named.where)
+        url = check_url(settings.url, named.where)
+        path = url.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
+        self._url = url.with_path(f"{path}/chat/completions", keep_query=True)
         self._client = HttpClient(max_connections=max_in_flight, secret=key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._slots = asyncio.Semaphore(max_in_flight)
@@ -111,14 +99,17 @@ class ChatClient:
         chat: Sequence[Mapping[str, Any]],
         sampling: Sampling,
         tools: Sequence[ToolSchema] = (),
-        tries: Tries | None = None,
+        *,
+        is_probe: bool = False,
     ) -> ChatAnswer:
-        """Return the answer to a conversation, whose messages are sent as they are.
+        """Return the answer to a conversation, whose messages are sent as they are; a probe is repeated less often.
 
         Raises:
             ServiceError: no attempt succeeded (``StatusError`` is the cause), or the answer is no chat completion.
         """
-        tries = tries or Tries(_may_pass, self._settings.max_retries + 1, LONGEST_PAUSE_S)
+        may_pass, attempts, longest_pause_s = _may_pass, self._settings.max_retries + 1, LONGEST_PAUSE_S
+        if is_probe:  # it does not wait for an endpoint that is away
+            may_pass, attempts, longest_pause_s = is_busy, 3, 10.0
         fields: dict[str, Any] = {
             "model": self._settings.model,
             "messages": list(chat),
@@ -130,12 +121,12 @@ class ChatClient:
             "stop": list(sampling.stop) or None,
         }
         body = {name: value for name, value in (fields | self._settings.body).items() if value is not None}
-        retrying = retry(tries.may_pass, attempts=tries.attempts, longest_pause_s=tries.longest_pause_s)
+        retrying = retry(may_pass, attempts=attempts, longest_pause_s=longest_pause_s)
         try:
             content: bytes = await retrying(self._send, body)
             return self._read(self._client.read_json(content, self._url), has_tools=bool(tools))
         except RetrievalError as error:
-            counted = f" ({tries.attempts} attempts)" if tries.may_pass(error) else ""
+            counted = f" ({attempts} attempts)" if may_pass(error) else ""
             raise ServiceError(f"{error}{counted}") from error
 
     async def probe(
@@ -151,7 +142,7 @@ class ChatClient:
         """
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return await self.complete(chat, sampling, tools, _PROBE_TRIES)
+                return await self.complete(chat, sampling, tools, is_probe=True)
         except TimeoutError as error:
             server = self._client.name_of(self._url)
             raise ConfigError(
@@ -229,11 +220,10 @@ class EngineChat:
         """Take the settings; the model loads with the first question."""
         self._settings = settings
         self._numbers = itertools.count()
-        self._loaded: tuple[Any, Any] | None = None
 
     async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
         """See ``ChatModel.chat``; ``ValueError`` if the conversation does not fit into the context."""
-        tokenizer, engine = self._loaded = self._loaded or self._load()
+        tokenizer, engine = self._loaded
         request_id = f"chat/{next(self._numbers)}"
         prompt_ids = tokenizer.prompt_ids(messages)
         if images := images_of(*(message.content for message in messages)):
@@ -254,7 +244,8 @@ class EngineChat:
             engine.release(request_id)
         return str(completion.text)
 
-    def _load(self) -> tuple[Any, Any]:
+    @cached_property
+    def _loaded(self) -> tuple[Any, Any]:
         settings = self._settings
         tokenizer = load_tokenizer(settings.model, PolicySettings())
         limits = EngineArguments(settings.max_in_flight, settings.max_context_tokens)
@@ -299,9 +290,3 @@ def status_of(error: ServiceError) -> int:
 
 def _may_pass(error: BaseException) -> bool:
     return isinstance(error, RetrievalError) and not (isinstance(error, StatusError) and error.is_refusal)
-
-
-def _completions_url(url: str, where: str) -> URL:
-    parsed = check_url(url, where)
-    path = parsed.path.rstrip("/").removesuffix("/chat/completions") or "/v1"
-    return parsed.with_path(f"{path}/chat/completions", keep_query=True)

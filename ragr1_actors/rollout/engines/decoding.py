@@ -48,26 +48,22 @@ class RowCache(Cache):
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, most_rows: int, most_tokens: int
     ) -> None:
         """Make an empty cache for a model; it grows on demand, to ``most_rows`` of ``most_tokens``."""
-        self._num_layers = config.num_hidden_layers
         self._shape = (
             config.num_key_value_heads,
             config.head_dim if "head_dim" in config.to_dict() else config.hidden_size // config.num_attention_heads,
         )
         self._dtype, self._device = dtype, device
         self._most_rows, self._most_tokens = most_rows, most_tokens
-        self._data = self._allocate_all(0, 0)
+        self._data = [self._allocate(0, 0) for _ in range(config.num_hidden_layers)]
         self._rows: slice | Tensor = slice(0, 0)
         self._row_index = self._positions = torch.zeros(0, dtype=torch.long)
         self.length = 0
         """Number of columns that the next forward pass reads."""
-        super().__init__(layers=[_RowLayer(self, index) for index in range(self._num_layers)])
+        super().__init__(layers=[_RowLayer(self, index) for index in range(config.num_hidden_layers)])
 
     def _allocate(self, rows: int, length: int) -> Tensor:
         heads, head_dim = self._shape
         return torch.zeros((2, rows, heads, length, head_dim), dtype=self._dtype, device=self._device)
-
-    def _allocate_all(self, rows: int, length: int) -> list[Tensor]:
-        return [self._allocate(rows, length) for _ in range(self._num_layers)]
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +92,7 @@ class RowCache(Cache):
 
     def clear(self) -> None:
         """Drop all rows, and free the memory of cache and forward passes for other processes."""
-        self._data = self._allocate_all(0, 0)
+        self._data = [self._allocate(0, 0) for _ in self._data]
         release_cache(self._device)
 
     def swap(self, row_a: int, row_b: int, length: int) -> None:

@@ -109,12 +109,6 @@ class AgentAttempts:
         self._gateway = Gateway(settings.host, retriever)
         self._settings, self._chat, self._max_turns = settings, chat, config.environment.max_turns
 
-    @classmethod
-    def of(cls, config: SamplerConfig, chat: ChatFormat, retriever: Retriever) -> Self | None:
-        """Return the agents of a recipe; None if an environment acts."""
-        settings = config.environment.agent
-        return cls(config, settings, chat, retriever) if settings is not None else None
-
     def attempt(self, record: Callable[..., Recorder], release: Callable[[str], None]) -> AgentAttempt:
         """Return a new attempt; ``record`` makes its recorders, whose ids the engine may ``release`` at its end."""
         session = Session(record, release, self._chat, self._max_turns)

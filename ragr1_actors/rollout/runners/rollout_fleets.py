@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from cluster.placement import Placement, session_with_room
 from cluster.placement_plan import PlacementPlan, actor_demands, retriever_role
@@ -234,20 +234,12 @@ def _parts(count: int, role: str, here: str) -> str:
 
 def _largest(config: SamplerConfig) -> SamplerConfig:
     """Return the configuration with every fleet at its largest; a person may choose larger ones on a live run."""
-    runners, retrieval = config.env_runners, config.retrieval
-    sizes = {
-        "num_env_runners": (runners.num_env_runners, runners.autoscaling),
-        "num_retrievers": (retrieval.num_retrievers, retrieval.autoscaling),
-        "num_encoders": (retrieval.encoders.num_encoders, retrieval.encoders.autoscaling),
-    }
-    most: dict[str, Any] = {
-        name: size if found is None else found.max_replicas for name, (size, found) in sizes.items()
-    }
-    num_env_runners = most.pop("num_env_runners")
-    most["encoders"] = retrieval.encoders.model_copy(update={"num_encoders": most.pop("num_encoders")})
-    return config.model_copy(
-        update={
-            "env_runners": runners.model_copy(update={"num_env_runners": num_env_runners}),
-            "retrieval": retrieval.model_copy(update=most),
-        }
-    )
+    runners, retrieval, encoders = config.env_runners, config.retrieval, config.retrieval.encoders
+    if runners.autoscaling is not None:
+        runners = runners.model_copy(update={"num_env_runners": runners.autoscaling.max_replicas})
+    if retrieval.autoscaling is not None:
+        retrieval = retrieval.model_copy(update={"num_retrievers": retrieval.autoscaling.max_replicas})
+    if encoders.autoscaling is not None:
+        encoders = encoders.model_copy(update={"num_encoders": encoders.autoscaling.max_replicas})
+    retrieval = retrieval.model_copy(update={"encoders": encoders})
+    return config.model_copy(update={"env_runners": runners, "retrieval": retrieval})

@@ -17,15 +17,13 @@ from ragr1_actors.core.disk.files import WRITING
 from ragr1_actors.core.errors import DataError, shortened
 from ragr1_actors.core.schema import TRAJECTORIES, groups_to_record_batch, read_trajectories
 from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
-from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, summarize
+from ragr1_actors.rollout.groups import ROUNDING, FinishedGroup, GroupRequest, summarize
 
 KEY = "training.from_trajectories"
 _NUM_COMPARED = 8
 """Number of trajectories of each file whose first turn is decoded; one that matches its text is enough."""
 _NOT_TRAINED = ("eval_", "demonstrations.", WRITING)
 """Beginnings of the names of a run's files that are not trained on."""
-_ROUNDING = 1e-3
-"""Amount by which a log-prob may be above 0."""
 
 
 class StoredGroups:
@@ -97,11 +95,9 @@ def _files(folder: Path) -> list[Path]:
 
 def problem_of_arrays(one: Trajectory) -> str:
     """Return why the numbers of a trajectory cannot be trained on; empty if they can."""
-    acted, rewards = one.behaviour_logprobs, (one.reward, *one.turn_rewards)
-    arrays = {name: getattr(one, name) for name in ("kinds", "logprobs", "policy_versions")}
-    lengths = {name: len(array) for name, array in arrays.items() if len(array) != one.num_tokens}
-    if acted is not None and len(acted) != one.num_tokens:
-        lengths["behaviour_logprobs"] = len(acted)
+    rewards = (one.reward, *one.turn_rewards)
+    arrays = {name: getattr(one, name) for name in ("kinds", "logprobs", "policy_versions", "behaviour_logprobs")}
+    lengths = {name: len(array) for name, array in arrays.items() if array is not None and len(array) != one.num_tokens}
     if lengths:
         return f"{one.num_tokens} token_ids, but {', '.join(f'{count} {name}' for name, count in lengths.items())}"
     if one.row_lengths and (min(one.row_lengths) < 1 or sum(one.row_lengths) != one.num_tokens):
@@ -111,6 +107,6 @@ def problem_of_arrays(one: Trajectory) -> str:
     if (one.token_ids < 0).any():
         return f"the token id {one.token_ids.min()}, expected ids from 0"
     logprobs = one.logprobs[one.kinds == TokenKind.MODEL]
-    if (bad := logprobs[~(np.isfinite(logprobs) & (logprobs <= _ROUNDING))]).size:
+    if (bad := logprobs[~(np.isfinite(logprobs) & (logprobs <= ROUNDING))]).size:
         return f"the log-prob {bad[0]:g} of a sampled token, expected finite ones up to 0"
     return ""
