@@ -256,12 +256,7 @@ class Learner(ABC):
     def train(self, batch: TrainBatch, meter: Meter) -> None:
         """Take the optimizer steps of the update."""
         for indices in self.steps(batch):
-            micro_batches = self.local_micro_batches(batch.flat, indices)
-            num_tokens = int(batch.model_lengths[indices].sum())
-            meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
-            filled = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
-            self.train_step(micro_batches, filled.columns, num_tokens, meter)
-            meter.num_steps += 1
+            self._train_minibatch(batch, indices, meter)
 
     def steps(self, batch: TrainBatch) -> Iterator[list[int]]:
         """Yield the trajectories of every optimizer step of the update; the same ones in every call."""
@@ -303,6 +298,14 @@ class Learner(ABC):
         """
         samples_nucleus = self.uses_old_logprobs and self.config.env_runners.top_p < 1
         return samples_nucleus or (self.corrects_sampling and self.schedule.steps_per_update > 1)
+
+    def _train_minibatch(self, batch: TrainBatch, indices: list[int], meter: Meter) -> None:
+        micro_batches = self.local_micro_batches(batch.flat, indices)
+        num_tokens = int(batch.model_lengths[indices].sum())
+        meter.add_layout(micro_batches, in_blocks=not takes_rows(self.device, self.dtype))
+        batch = batch.with_columns(self.step_columns(batch, indices), f"{type(self).__name__}.step_columns")
+        self.train_step(micro_batches, batch.columns, num_tokens, meter)
+        meter.num_steps += 1
 
     def train_step(self, micro_batches: list[MicroBatch], columns: TokenColumns, num_tokens: int, meter: Meter) -> None:
         """Take one optimizer step on the ``micro_batches`` of this rank.
