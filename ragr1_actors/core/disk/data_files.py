@@ -106,9 +106,8 @@ class FaultCounts:
     def add(self, fault: str, place: str) -> None:
         """Count a fault; ``place`` is where it is, such as ``line 3``."""
         self.counts[fault] += 1
-        places = self._places.setdefault(fault, [])
-        if len(places) < MAX_PLACES:
-            places.append(place)
+        if self.counts[fault] <= MAX_PLACES:
+            self._places.setdefault(fault, []).append(place)
 
     @property
     def places(self) -> dict[str, tuple[str, ...]]:

@@ -294,6 +294,7 @@ class PolicyTokenizer:
         )
 
     def _apply_template(self, messages: Sequence[Message], *, is_prompt: bool = True) -> str:
+        """Return the chat template's text."""
         chat = [{"role": message.role, "content": self._spelled(message.content)} for message in messages]
         return self.render(chat, (), is_prompt=is_prompt)
 
@@ -306,11 +307,12 @@ class PolicyTokenizer:
         """
         from jinja2 import TemplateError
 
+        conversation: list[Any] = list(chat)
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": is_prompt, **self._template_options}
         if tools:
             options["tools"] = list(tools)
         try:
-            return str(self._tokenizer.apply_chat_template(list(chat), **options))
+            return str(self._tokenizer.apply_chat_template(conversation, **options))
         except (TemplateError, *_TEMPLATE_ERRORS) as error:
             raise ConfigError(
                 f"{_file_in(self._policy_dir, 'chat_template.jinja', _TOKENIZER_CONFIG)}: the chat template fails "
