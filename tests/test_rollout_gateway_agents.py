@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,26 @@ async def test_requests_that_are_refused_end_an_agent_that_does_not_stop(tokeniz
     agent = {"function": f"{HERE}:floods_with_nonsense", "deadline_s": 30}
     (found,) = await play(tokenizer, agent, {"t/0": ["a"]})
     assert found.stop_reason is StopReason.AGENT_FAILED and "in a row" in found.calls[-1].result
+
+
+async def asks_nonsense(task: Task, session: AgentSession) -> str:
+    client = Client(session)
+    if task.question == "after a turn":
+        await client.ask()
+    status, _ = await client.post("/v1/chat/completions", {"messages": 3})
+    if task.question == "and goes on":
+        await client.ask()
+    raise RuntimeError(f"got {status}")
+
+
+@pytest.mark.parametrize(("question", "refused"), [("at once", True), ("after a turn", True), ("and goes on", False)])
+async def test_a_failed_agent_is_told_with_the_refusal_of_its_last_request(
+    tokenizer: PolicyTokenizer, question: str, refused: bool
+) -> None:
+    agent, task = {"function": f"{HERE}:asks_nonsense"}, replace(TASK, question=question)
+    (found,) = await play(tokenizer, agent, {"t/0": ["a"]}, task=task)
+    assert "got 400" in found.error
+    assert ("; its last request was refused: messages: got 3" in found.error) == refused
 
 
 async def catches_its_end(task: Task, session: AgentSession) -> str:

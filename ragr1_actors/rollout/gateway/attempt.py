@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -48,6 +49,9 @@ class AgentAttempt:
         if fork is not None:
             raise ConfigError("got a fork of an agent's trajectory; agents cannot be forked, choose another strategy")
         ended, is_late = await self._solved(task)
+        if self._session.refusal and (ended.problem or not self._session.has_turns):
+            refused = f"its last request was refused: {self._session.refusal}"
+            ended = replace(ended, problem="; ".join(filter(None, (ended.problem, refused))))
         self._output, self._problem = "\n".join(filter(None, (ended.output, ended.problem))), ended.problem
         if self._session.answer is None:
             self._session.answer = ended.answer

@@ -167,8 +167,8 @@ class Gateway(HttpServer):
             session = self._session_of(request)
             try:
                 return await handle(request, session)
-            except ApiError:
-                session.note_refused()
+            except ApiError as error:
+                session.note_refused(str(error))
                 raise
 
         return handler

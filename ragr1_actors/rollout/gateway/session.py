@@ -134,6 +134,8 @@ class Session:
     """Future with an exception if the session cannot go on: of engine, search or ``FloodError``. Done at the end."""
     counts: dict[str, float] = field(default_factory=dict)
     """Metrics of the attempt: the number of requests with a field that has no effect."""
+    refusal: str = ""
+    """Why the last request was refused; empty if it was answered."""
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
@@ -179,7 +181,7 @@ class Session:
         self._running.add(running)
         try:
             reply = await self._sample(conversation, request, on_text)
-            self._num_refused = 0
+            self._num_refused, self.refusal = 0, ""
             return reply
         except ApiError:
             self._num_turns -= 1
@@ -187,7 +189,7 @@ class Session:
         except asyncio.CancelledError:  # the client left, and may ask the same again
             self._num_turns -= 1
             self.release(conversation.recorder.trajectory_id)
-            self.note_refused()
+            self.note_refused("the agent left before the answer")
             raise
         except Exception as error:  # of the engine, or of a user's chat format; only this trajectory ends
             self.fail(error)
@@ -257,9 +259,10 @@ class Session:
         ids = call_ids(len(parsed.calls))
         return Reply(parsed.text, thought, parsed.calls, "tool_calls", *counts, call_ids=ids), "call"
 
-    def note_refused(self) -> None:
-        """Count a request that was refused or left; too many in a row end the session."""
+    def note_refused(self, reason: str) -> None:
+        """Count a request that was refused or left, and keep the reason; too many in a row end the session."""
         self._num_refused += 1
+        self.refusal = reason
         if self._num_refused > MAX_REFUSED:
             self.fail(FloodError(f"got {self._num_refused} requests in a row that were refused; end at the first ones"))
 
