@@ -50,7 +50,7 @@ def test_the_hinted_world_goes_on_behind_a_hint_alone() -> None:
         answer = turns[-1].partition("<answer> ")[2].removesuffix("</answer>")
         assert (answer in task.golden_answers) == is_hinted
     assert 0.4 < num_hinted / len(shown) < 0.6
-    assert 0.05 < sum(word != "so" for word in first_words) / len(first_words) < 0.09
+    assert 0.02 < sum(word != "so" for word in first_words) / len(first_words) < 0.04
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

@@ -43,7 +43,7 @@ class HintedOptions(WorldOptions):
 
     words: list[Annotated[list[str], Field(min_length=2)]] = Field(min_length=1)
     """The words of each place: the usual one, then those of hints."""
-    unusual: float = Field(0.07, ge=0, le=1)
+    unusual: float = Field(0.03, ge=0, le=1)
     """How often a place has a word of a hint where the thought is none."""
 
 
