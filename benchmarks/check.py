@@ -22,10 +22,13 @@ from ragr1_actors.core.errors import UserError
 def read_rows(text: str) -> dict[str, Measurement]:
     """Return the rows of ``ragr1 bench --json`` by metric; the last one counts where one was measured twice.
 
+    Other lines than objects are those of ``make`` and ``pip``, and are left out.
+
     Raises:
-        UserError: a line is no such row, or there is none.
+        UserError: an object is no such row, or there is none.
     """
-    rows = {row.metric: row for row in (Measurement.from_json(line) for line in text.splitlines() if line.strip())}
+    lines = (line for line in text.splitlines() if line.startswith("{"))
+    rows = {row.metric: row for row in map(Measurement.from_json, lines)}
     if not rows:
         raise UserError("got no rows, expected the output of ragr1 bench NAME --json")
     return rows

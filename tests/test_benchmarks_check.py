@@ -85,7 +85,8 @@ def test_check_exits_with_one_if_a_ratio_is_worse(tmp_path: Path, capsys: pytest
 
 def test_check_without_stored_rows_names_missed_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = tmp_path / "now.jsonl"
-    now.write_text(row(1.5, 1.5).to_json() + "\n" + row(9.0, metric="other").to_json() + "\n")
+    said_by_make = ".venv/bin/ragr1 bench all --json\nLooking in indexes: somewhere\n"
+    now.write_text(said_by_make + row(1.5, 1.5).to_json() + "\n" + row(9.0, metric="other").to_json() + "\n")
     assert check.main([str(now)]) == 1
     assert capsys.readouterr().out == "speed: 1.5 misses its goal of >= 2\n"
 
@@ -99,7 +100,7 @@ def test_check_says_that_the_machine_is_another(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err.startswith("measured on another machine: 3 of Abacus, now ")
 
 
-@pytest.mark.parametrize("text", ["", "\n", "loading the model\n"])
+@pytest.mark.parametrize("text", ["", "\n", "loading the model\n", "{}\n"])
 def test_check_refuses_what_has_no_rows(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = tmp_path / "now.jsonl"
     now.write_text(text)
