@@ -106,8 +106,9 @@ def assert_scored_as_alone(policy_dir: Path, begins_alike: bool, checkpointing: 
         expected[columns] = logprobs[at - 1, ids[at]]
         entropy[columns] = -(logprobs[at - 1].exp() * logprobs[at - 1]).sum(-1)
     expected[micro_batch.column_index].sum().backward()
-    torch.testing.assert_close(outputs.logprobs, expected[micro_batch.column_index], atol=1e-5, rtol=0)
-    torch.testing.assert_close(outputs.entropy, entropy[micro_batch.column_index], atol=1e-5, rtol=0)
+    # on a CPU with AVX2 alone they differ by 1.2e-5
+    torch.testing.assert_close(outputs.logprobs, expected[micro_batch.column_index], atol=3e-5, rtol=0)
+    torch.testing.assert_close(outputs.entropy, entropy[micro_batch.column_index], atol=3e-5, rtol=0)
     for (name, ours), theirs in zip(policy.model.named_parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None and theirs.grad is not None
         scale = theirs.grad.abs().max().clamp(min=1)
