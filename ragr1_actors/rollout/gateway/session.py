@@ -135,7 +135,7 @@ class Session:
     counts: dict[str, float] = field(default_factory=dict)
     """Metrics of the attempt: the number of requests with a field that has no effect."""
     refusal: str = ""
-    """Why the last request was refused; empty if it was answered."""
+    """Reason why the last request was refused; empty if it was answered."""
     _conversations: list[_Conversation] = field(default_factory=list)
     _num_turns: int = 0
     _num_refused: int = 0
