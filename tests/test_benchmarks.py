@@ -205,10 +205,13 @@ async def test_a_paced_step_takes_as_long_for_any_batch(
 
 @pytest.mark.slow
 def test_the_ceiling_counts_every_token_of_real_trajectories(policy_dir: Path) -> None:
-    sample = ceiling.loop_ceiling(policy_dir, 2)
+    samples = ceiling.loop_samples(policy_dir, 2)
+    sample = samples["loop_ceiling"]
     assert sample.ours > 2 * fleet.GROUP_SIZE * workload.MIN_TURNS * workload.MIN_TURN_TOKENS
     assert sample.ratio == pytest.approx(sample.ours / sample.theirs)
     assert sample.ratio > 100  # far from the goal: this machine may be busy, and two groups take 0.04 s
+    assert samples["loop_cost"].ours == sample.theirs
+    assert samples["loop_cost"].ratio > 1, "the engine alone took longer than the loop with it"
 
 
 def test_the_paced_loops_take_the_same_turns(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

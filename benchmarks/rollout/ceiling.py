@@ -1,15 +1,17 @@
-"""How many tokens per second one runner process can carry: the real loop on an engine that costs nothing.
+"""What the loop of one runner process costs: tokens/s that it can carry, and its CPU time ÷ that of its engine alone.
 
 The engine plays scripts, a token of every running row per step, as vLLM's does, and is never waited for. What is left
 is what the loop does: it looks for queries in the growing text (early search), searches, parses turns, lays out
-observations, and makes the record batches of the groups. Searches find their passages at once.
+observations, and makes the record batches of the groups. Searches find their passages at once. The tokens/s depend on
+the machine. The ratio to the engine alone, which plays the same turns, does not, and ``ragr1 bench fast`` checks it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +87,28 @@ def make_config() -> RunConfig:
     return config.env_runners(max_concurrent_trajectories=NUM_ROWS).freeze()
 
 
-def loop_ceiling(policy_dir: Path, num_groups: int) -> Sample:
-    """Return tokens ÷ CPU seconds of this process, of ``num_groups`` groups of ``GROUP_SIZE`` trajectories."""
+class _Recorder(SteppedScripts):
+    """Keeps what each trajectory asked for, so that the engine can be asked for it again without the loop."""
+
+    def __init__(self, encode: EncodeFn) -> None:
+        super().__init__(encode)
+        self.turns: dict[str, list[tuple[Sequence[int], Sampling]]] = {}
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
+    ) -> Completion:
+        self.turns.setdefault(request_id, []).append((prompt_token_ids, sampling))
+        return await super().generate(prompt_token_ids, sampling, request_id=request_id, on_text=on_text)
+
+
+def loop_samples(policy_dir: Path, num_groups: int) -> dict[str, Sample]:
+    """Return ``loop_ceiling`` and ``loop_cost`` of ``num_groups`` groups of ``GROUP_SIZE`` trajectories.
+
+    ``loop_ceiling`` is tokens ÷ CPU seconds of this process; ``loop_cost`` is them ÷ those of the engine alone.
+    """
     tokenizer = PolicyTokenizer(policy_dir)
-    runner = EnvRunner(make_config(), tokenizer, InstantRetriever(), SteppedScripts(tokenizer.encode))
+    engine = _Recorder(tokenizer.encode)
+    runner = EnvRunner(make_config(), tokenizer, InstantRetriever(), engine)
     names = [f"ceiling/{index}" for index in range(num_groups)]
     requests = [GroupRequest(f"{name}#0", workload.task(name), GROUP_SIZE, 1.0) for name in names]
 
@@ -98,10 +118,33 @@ def loop_ceiling(policy_dir: Path, num_groups: int) -> Sample:
         groups_to_record_batch([group])
         return sum(trajectory.num_model_tokens for trajectory in group.trajectories)
 
-    async def sample_all() -> int:
-        return sum(await asyncio.gather(*(sample(request) for request in requests)))
+    num_tokens, cpu_s = _cpu_s([sample(request) for request in requests])
+    bare = SteppedScripts(tokenizer.encode)
+    slots = asyncio.Semaphore(NUM_ROWS)
 
+    async def play(trajectory_id: str) -> int:
+        async with slots:
+            turns = [
+                await bare.generate(prompt, sampling, request_id=trajectory_id, on_text=lambda text: None)
+                for prompt, sampling in engine.turns[trajectory_id]
+            ]
+        return sum(len(turn.token_ids) for turn in turns)
+
+    num_bare, bare_cpu_s = _cpu_s([play(trajectory_id) for trajectory_id in engine.turns])
+    assert num_bare == num_tokens, f"the engine alone played {num_bare} tokens, the loop {num_tokens}"
+    return {
+        "loop_ceiling": Sample(num_tokens / cpu_s, num_tokens, cpu_s),
+        "loop_cost": Sample(cpu_s / bare_cpu_s, cpu_s, bare_cpu_s),
+    }
+
+
+def _cpu_s(counts: Sequence[Coroutine[None, None, int]]) -> tuple[int, float]:
+    """Run all at once; return the sum of what they return and the CPU seconds of this process."""
+
+    async def run() -> int:
+        return sum(await asyncio.gather(*counts))
+
+    gc.collect()
     started = time.process_time()
-    num_tokens = asyncio.run(sample_all())
-    cpu_s = time.process_time() - started
-    return Sample(num_tokens / cpu_s, num_tokens, cpu_s)
+    total = asyncio.run(run())
+    return total, time.process_time() - started

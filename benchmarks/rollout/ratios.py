@@ -15,6 +15,7 @@ sync_pause           pause of a weight update ÷ warm copy of the same 100 MB   
 scaling_runners      groups/s of 8 runners ÷ 8 times those of one                       >= 0.95
 driver_cpu           CPU ÷ wall seconds of the driver, 256 trajectories on 8 runners    <= 1
 loop_ceiling         tokens/s of one runner's loop, early search included (``ceiling``) >= 50000
+loop_cost            CPU seconds of that loop ÷ of the engine alone on the same turns   <= 6
 gateway_ceiling      tokens/s of one runner's gateway, 256 sessions (``gateway``)       >= 20000
 gateway_parity       environment's ÷ agents' seconds, the same turns on a paced engine  >= 0.95
 ==================== ================================================================== =======
@@ -41,7 +42,7 @@ from typing import Any
 
 from benchmarks.measurement import HIGHER, LOWER, Goal, Measurement, Repeats, Sample, choose, log, measure, quotient
 from benchmarks.rollout import baselines, sides, workload
-from benchmarks.rollout.ceiling import loop_ceiling
+from benchmarks.rollout.ceiling import loop_samples
 from benchmarks.rollout.fleet import GROUP_SIZE
 from benchmarks.rollout.sides import SideRun
 
@@ -63,6 +64,7 @@ GOALS: dict[str, Goal] = {
     "scaling_runners": Goal(0.95, at_least=True),
     "driver_cpu": Goal(1.0, at_least=False),
     "loop_ceiling": Goal(50_000.0, at_least=True),
+    "loop_cost": Goal(6.0, at_least=False),
     "gateway_ceiling": Goal(20_000.0, at_least=True),
     "gateway_parity": Goal(0.95, at_least=True),
 }
@@ -79,6 +81,7 @@ UNITS = {
     "scaling_runners": "groups/s",
     "driver_cpu": "CPU s, wall s",
     "loop_ceiling": "tokens, CPU s",
+    "loop_cost": "CPU s",
     "gateway_ceiling": "tokens, CPU s",
     "gateway_parity": "s",
 }
@@ -86,7 +89,7 @@ METRICS = tuple(GOALS)
 _LOOP = {"engine_parity", "vs_lockstep", "vs_lockstep_batched", "retrieval_hidden"}
 _FLEET = {"scaling_runners", "driver_cpu"}
 _PACED = {"vs_lockstep_paced", "vs_batched_paced", "lockstep_waiting"}
-_CEILING = {"loop_ceiling"}
+_CEILING = {"loop_ceiling", "loop_cost"}
 _GATEWAY = {"gateway_ceiling", "gateway_parity"}
 
 NUM_TRAJECTORIES, NUM_TRAJECTORIES_QUICK = 96, 72
@@ -121,8 +124,9 @@ def run(only: str | None = None, repeats: int | None = None, quick: bool = False
             yield from _measured({k: v for k, v in run_paced(policy_dir, num, times).items() if k in wanted})
         if wanted & _CEILING:
             num = NUM_CEILING_GROUPS_QUICK if quick else NUM_CEILING_GROUPS
-            loop_ceiling(policy_dir, GROUP_SIZE)  # does not count
-            yield from _measured({"loop_ceiling": [loop_ceiling(policy_dir, num) for _ in times]})
+            loop_samples(policy_dir, GROUP_SIZE)  # does not count
+            found = [loop_samples(policy_dir, num) for _ in times]
+            yield from _measured({metric: [sample[metric] for sample in found] for metric in wanted & _CEILING})
         if wanted & _GATEWAY:
             yield from _measured({k: v for k, v in _run_gateway(policy_dir, times, quick).items() if k in wanted})
         if wanted & _FLEET:
