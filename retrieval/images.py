@@ -148,7 +148,7 @@ def build_image_index(source: Path, out: Path, model: str, options: Mapping[str,
 
     def write(writing: Path) -> None:
         copy_pages(source, writing, settings.dpi)
-        found, vectors = _embed_folder(writing, embedder, settings.batch_size)
+        found, vectors = _embed_folder(writing, embedder, settings.batch_size, shown=source)
         names.extend(found)
         np.save(writing / VECTORS_FILE, vectors)
         named = str(Path(model).resolve()) if Path(model).is_dir() else model  # an index is searched from any folder
@@ -232,7 +232,7 @@ class ImageRetriever:
     def _embedded(self) -> tuple[Sequence[str], NDArray[np.float32]]:
         """Names and unit vectors, ``[num_images, size]``."""
         if self._index is None:
-            return _embed_folder(self._root, self._model, self._options.batch_size)
+            return _embed_folder(self._root, self._model, self._options.batch_size, shown=self._root)
         path = self._root / VECTORS_FILE
         try:
             vectors = np.load(path)
@@ -261,15 +261,17 @@ def _caption(path: Path) -> str:
         raise DataError(f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def _embed_folder(root: Path, embedder: _Embedder, batch_size: int) -> tuple[list[str], NDArray[np.float32]]:
-    """Return names and unit vectors of a folder's images; one that cannot be read is left out with a warning."""
+def _embed_folder(
+    root: Path, embedder: _Embedder, batch_size: int, shown: Path
+) -> tuple[list[str], NDArray[np.float32]]:
+    """Return names and unit vectors of a folder's images; warnings say which images of ``shown`` cannot be read."""
     files, names, vectors, batch = image_files(root), list[str](), list[NDArray[np.float32]](), list[Image]()
     for path in files:
         try:
             _caption(path)
             batch.append(_read(path))
         except DataError as error:
-            logger.warning("an image is left out: %s", one_line(error))
+            logger.warning("an image is left out: %s", one_line(error).replace(str(root), str(shown)))
             continue
         names.append(path.relative_to(root).as_posix())
         if len(batch) == batch_size:

@@ -94,10 +94,12 @@ async def test_an_index_of_images_and_pdfs_is_found_as_its_folder(
     sheets = [PIL.Image.new("RGB", (72, 36), colour) for colour in ("red", "blue")]
     sheets[0].save(pages / "deep" / "two.pdf", save_all=True, append_images=sheets[1:], resolution=72)
     (pages / "broken.pdf").write_bytes(b"%PDF-1.4 no more")
+    (pages / "broken.png").write_bytes(b"no page")
     build = ("index", "build", "--corpus", str(pages), "--out", str(out), "--encoder", str(model), "--option", "dpi=72")
     with caplog.at_level(logging.WARNING):
         assert f"5 pages in {out}" in invoke(*build, "--option", "batch_size=2")
     assert "broken.pdf: pages are left out, as they cannot be read" in caplog.text
+    assert f"an image is left out: {pages / 'broken.png'}: cannot be read as an image" in caplog.text
     rendered = read_image((out / "deep" / "two.pdf" / "two_0002.png").read_bytes(), "page")
     assert size_of(rendered) == (72, 36)
     np.testing.assert_allclose(np.asarray(decoded(rendered), int), np.asarray(sheets[1], int), atol=8)  # by JPEG
