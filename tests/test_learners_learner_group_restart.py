@@ -240,7 +240,7 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     caplog.clear()
     os.kill(group.foreach_learner(lambda learner: os.getpid())[0], signal.SIGKILL)
     assert_same_arrays(group.get_state(), states[-1])  # from the file
-    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and get_state" in caplog.text
+    assert f"{NUM_UPDATES - FAILS_AT} updates are repeated, and apply" in caplog.text
     os.kill(group.foreach_learner(lambda learner: os.getpid())[1], signal.SIGKILL)
     with pytest.raises(
         FleetError, match=r"learner rank . (died|failed): .*; continue from the last checkpoint with --resume"

@@ -28,9 +28,9 @@ IN_DRIVER = (
     "training.num_minibatches=1",
     "evaluation.num_tasks=1",
 )
-SHORT = "env_runners.max_new_tokens_per_turn=16"
+SHORT = "env_runners.max_new_tokens_per_turn=8"
 """A policy after ten steps of SFT writes on until the limit."""
-START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
+START = (SHORT, "sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
 Starts = Callable[[str], Path]
 
 
