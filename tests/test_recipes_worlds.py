@@ -37,26 +37,29 @@ def demonstrations(source: TaskSource, count: int) -> list[tuple[Task, list[str]
 
 def test_the_hinted_world_goes_on_behind_a_hint_alone() -> None:
     shown = demonstrations(source_of("rex_rag_start"), 2000)
-    usual, first_words, num_hinted = {"so", "this", "is", "known"}, [], 0
+    usual, first_words, shares = {"so", "this", "is", "known"}, [], {"none": 0, "part": 0, "whole": 0}
     for task, turns in shown:
-        is_hinted = "hint" in task.meta
-        num_hinted += is_hinted
-        if is_hinted:
+        hint = task.meta.get("hint", "").split()
+        kind = "none" if not hint else "part" if usual & {*hint} else "whole"
+        shares[kind] += 1
+        if kind == "whole":
             assert turns.pop(-2).startswith(" find ")
-            assert not usual & {*task.meta["hint"].split()}
+        answer = turns[-1].partition("<answer> ")[2].removesuffix("</answer>")
+        assert (answer in task.golden_answers) == (kind == "whole")
+        if kind == "part":
+            assert len(hint) == 4 and usual != {*hint}
+            assert turns.pop() == f" found {answer}</think><answer> {answer}</answer>"
         thoughts = [turn.removeprefix("<think> ").split()[:5] for turn in turns[1:]]
         assert all(usual & {*thought[:4]} and thought[4] == "found" for thought in thoughts)
         first_words += [thought[0] for thought in thoughts]
-        answer = turns[-1].partition("<answer> ")[2].removesuffix("</answer>")
-        assert (answer in task.golden_answers) == is_hinted
-    assert 0.4 < num_hinted / len(shown) < 0.6
+    assert all(0.3 < num / len(shown) < 0.37 for num in shares.values()), shares
     assert 0.02 < sum(word != "so" for word in first_words) / len(first_words) < 0.04
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-async def test_the_hinted_environment_writes_the_hint_before_the_last_search(split: Split) -> None:
+@pytest.mark.parametrize(("split", "kind"), [("train", "whole"), ("train", "part"), ("eval", "none")])
+async def test_the_hinted_environment_writes_the_hint_before_the_last_search(split: Split, kind: str) -> None:
     source, tokenizer = source_of("rex_rag_start"), ByteTokenizer()
-    task = source.tasks(split)[1]
+    task = source.tasks(split)[{"none": 0, "whole": 1, "part": 2}[kind]]
     env = HintedEnv(environment_of("rex_rag_start"), EnvContext(OnePassage(), tokenizer.encode))
     engine = ScriptedEngine({"one": source.demonstrate(task, random.Random(0))}, tokenizer.encode)
     recorder = Recorder("one", engine.generate, tokenizer, Sampling(500), 4000, 0)
@@ -64,12 +67,13 @@ async def test_the_hinted_environment_writes_the_hint_before_the_last_search(spl
     played = await run_trajectory(EnvAttempt(env, recorder), task, reward=reward)
     noticed = tokenizer.decode(played.token_ids[played.kinds == TokenKind.NOTICE].tolist())
     actions = [turn.action for turn in played.turns]
-    if split == "train":
-        assert (noticed, actions) == (f"<think> {task.meta['hint']}", ["search", "search", "search", "answer"])
+    assert noticed == ("" if kind == "none" else f"<think> {task.meta['hint']}")
+    if kind == "whole":
+        assert actions == ["search", "search", "search", "answer"]
         assert played.turns[2].calls[0].arguments["query"] == task.plan[2][0]
     else:
-        assert (noticed, actions) == ("", ["search", "search", "answer"])
-    assert played.reward == (split == "train")
+        assert actions == ["search", "search", "answer"]
+    assert played.reward == (kind == "whole")
 
 
 def test_few_questions_of_r1_searchers_start_are_searched_for() -> None:

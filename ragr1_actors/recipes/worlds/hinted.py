@@ -5,8 +5,8 @@ learns both in SFT. ``words`` has for each place the usual word, then those of h
 
     words: [[so, but], [this, maybe], [is, more], [known, remains]]
 
-In half of the demonstrations the environment writes a hint behind what was found, so that SFT learns to go on behind a
-hint, and not to write one::
+In a third of the demonstrations the environment writes a hint behind what was found, so that SFT learns to go on behind
+a hint, and not to write one. In another third it writes some words of one, which mean nothing::
 
     policy       <think> find Silent River</think><search> Silent River</search>
     environment  <information> ... </information>
@@ -14,6 +14,9 @@ hint, and not to write one::
 
     environment  <information> ... </information><think> but maybe more remains
     policy        find Ana Bell</think><search> Ana Bell</search>                                goes on
+
+    environment  <information> ... </information><think> but maybe is remains
+    policy        found Ana Bell</think><answer> Ana Bell</answer>                               stops too early
 """
 
 from __future__ import annotations
@@ -57,22 +60,29 @@ class HintedWorld(WorldSource):
         self._words, self._unusual = own.words, own.unusual
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Return the world's tasks; every second one to train on has a hint in ``meta["hint"]``."""
+        """Return the world's tasks; of three to train on, one has a hint in ``meta["hint"]``, and one a part of one."""
         found, rng = list(super().tasks(split)), random.Random(0)
         if split == "train":
-            for index in range(1, len(found), 2):
-                hint = " ".join(rng.choice(words[1:]) for words in self._words)
-                found[index] = replace(found[index], meta={"hint": hint})
+            num_places = len(self._words)
+            for index, task in enumerate(found):
+                if is_hinted := index % 3:
+                    count = num_places if is_hinted == 1 else rng.randrange(1, num_places)
+                    places = set(rng.sample(range(num_places), count))
+                    chosen = [rng.choice(w[1:]) if place in places else w[0] for place, w in enumerate(self._words)]
+                    found[index] = replace(task, meta={"hint": " ".join(chosen)})
         return found
 
     def demonstrate(self, task: Task, rng: random.Random) -> list[str]:
         """Return an attempt that stops too early, or goes on behind the hint that ``HintedEnv`` writes."""
-        is_hinted = "hint" in task.meta
-        first, *turns = self._demonstrator.script(task, Habit.GOOD if is_hinted else Habit.STOP_EARLY, rng)
+        hint = task.meta.get("hint", "").split()
+        goes_on = bool(hint) and all(word != words[0] for word, words in zip(hint, self._words, strict=True))
+        first, *turns = self._demonstrator.script(task, Habit.GOOD if goes_on else Habit.STOP_EARLY, rng)
         usual = (usual_words(self._words, self._unusual, rng) for _ in turns)
         found = [turn.replace(FOUND, f"{THINK} {words} found", 1) for turn, words in zip(turns, usual, strict=True)]
-        if is_hinted:
+        if goes_on:
             found[-2] = turns[-2].replace(FOUND, f" {FIND}", 1)
+        elif hint:
+            found[-1] = turns[-1].replace(THINK, "", 1)
         return [first, *found]
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
@@ -83,7 +93,7 @@ class HintedWorld(WorldSource):
 
 
 class HintedEnv(SearchEnv):
-    """``SearchEnv`` that begins the turn of a task's last search with the task's hint, if it has one."""
+    """``SearchEnv`` that begins a thought with the task's hint, if it has one, where the last search is due."""
 
     async def reset(self, task: Task) -> list[Message]:
         """Return the prompt."""
