@@ -104,7 +104,7 @@ class _Recorder(SteppedScripts):
 def loop_samples(policy_dir: Path, num_groups: int) -> dict[str, Sample]:
     """Return ``loop_ceiling`` and ``loop_cost`` of ``num_groups`` groups of ``GROUP_SIZE`` trajectories.
 
-    ``loop_ceiling`` is tokens ÷ CPU seconds of this process; ``loop_cost`` is them ÷ those of the engine alone.
+    ``loop_ceiling`` is tokens ÷ CPU seconds of this process; ``loop_cost`` is these seconds ÷ the engine's alone.
     """
     tokenizer = PolicyTokenizer(policy_dir)
     engine = _Recorder(tokenizer.encode)

@@ -65,8 +65,8 @@ class HintedWorld(WorldSource):
         if split == "train":
             num_places = len(self._words)
             for index, task in enumerate(found):
-                if is_hinted := index % 3:
-                    count = num_places if is_hinted == 1 else rng.randrange(1, num_places)
+                if index % 3:  # 1: a whole hint, 2: a part
+                    count = num_places if index % 3 == 1 else rng.randrange(1, num_places)
                     places = set(rng.sample(range(num_places), count))
                     chosen = [rng.choice(w[1:]) if place in places else w[0] for place, w in enumerate(self._words)]
                     found[index] = replace(task, meta={"hint": " ".join(chosen)})
