@@ -155,7 +155,7 @@ def session_with_room(
     if not demands:
         yield
         return
-    with ray_session(sum(demand.count * demand.num_cpus for demand in most or demands)):
+    with ray_session(sum(demand.count * demand.num_cpus for demand in most or demands), forks_workers=True):
         wait_for_room(demands, show, say)
         yield
 

@@ -130,7 +130,7 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
     """
     import ray
 
-    from cluster.session import watcher
+    from cluster.session import watcher, worker_forks
 
     worker_env: dict[str, Any] = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
@@ -143,7 +143,7 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
             object_store_memory=200_000_000,
             log_to_driver=False,
             _temp_dir=ray_temp_dir,
-            runtime_env={"env_vars": worker_env},
+            runtime_env={"env_vars": worker_env, "py_executable": worker_forks.start(worker_env["PYTHONPATH"])},
         )
 
     try:

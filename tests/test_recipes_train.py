@@ -29,8 +29,8 @@ IN_DRIVER = (
     "evaluation.num_tasks=1",
 )
 SHORT = "env_runners.max_new_tokens_per_turn=8"
-"""A policy after ten steps of SFT writes on until the limit."""
-START = (SHORT, "sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
+"""A policy after ten steps of SFT writes on until the limit. Demonstrations have longer turns."""
+START = ("sft.num_steps=10", "sft.num_demonstrations=32", "sft.batch_size=8", "training.num_iterations=0")
 Starts = Callable[[str], Path]
 
 

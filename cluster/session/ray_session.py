@@ -19,7 +19,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a C extension
 from ray.exceptions import AuthenticationError, RayError, RpcError
 
-from cluster.session import leftovers, watcher
+from cluster.session import leftovers, watcher, worker_forks
 from ragr1_actors.core.errors import FleetError, UserError, one_line
 from ragr1_actors.core.process.interrupts import SIGNALS, TerminationError
 
@@ -32,17 +32,23 @@ _LOST_NODE = (
     "Ray's head has lost the node of this process, because its raylet does not answer any more: it was stopped, or the "
     "machine is overloaded; give the same command again, a training run with --resume"
 )
-_SYSTEM_CONFIG = {"timeout_ms_task_wait_for_death_info": 0, "worker_niceness": 0}
+_SYSTEM_CONFIG = {
+    "timeout_ms_task_wait_for_death_info": 0,
+    "worker_niceness": 0,
+    "worker_register_timeout_seconds": 300,
+}
 """Settings of Ray. A call to a killed actor fails at once; by default it waits 1 to 2 s for the cause of death, which
 is not reported if the actor restarts.
 
 Actors get the share of a core that any process gets. By default Ray runs them at niceness 15: beside one busy process
 per core they get a thirtieth of it, and an actor that works looks like one that hangs.
+
+The first workers wait for the imports of ``worker_forks``, which take a busy machine longer than Ray's 60 s.
 """
 
 
 @contextmanager
-def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
+def ray_session(num_cpus: float = 0.0, *, forks_workers: bool = False) -> Iterator[None]:
     """Connect to Ray in this context; ``placement.wait_for_room`` checks that the actors have room there.
 
     Under ``ray job submit``, or with ``RAY_ADDRESS`` set, it joins that cluster. Otherwise it starts a local cluster,
@@ -52,6 +58,8 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
     Args:
         num_cpus: a local session declares at least this many CPUs, more than the machine has if necessary: actors may
             share a core.
+        forks_workers: whether workers of a local session are forks of a process that has imported torch, transformers
+            and the modules of the fleets: ``worker_forks``.
 
     Raises:
         UserError: the cluster does not answer, refuses the token or has other versions.
@@ -63,7 +71,7 @@ def ray_session(num_cpus: float = 0.0) -> Iterator[None]:
     address = os.environ.get("RAY_ADDRESS")
     with nullcontext("") if address else _session_folder() as folder:
         with _own_handlers():
-            _connect(address, num_cpus, folder)
+            _connect(address, num_cpus, folder, forks_workers)
         try:
             with _ended_with_its_node():
                 yield
@@ -127,7 +135,7 @@ def _own_handlers() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _connect(address: str | None, num_cpus: float, folder: str) -> None:
+def _connect(address: str | None, num_cpus: float, folder: str, forks_workers: bool) -> None:
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
@@ -135,7 +143,12 @@ def _connect(address: str | None, num_cpus: float, folder: str) -> None:
             ray.init(address=address, **common)
         else:
             _give_token()
-            _start(Path(folder), num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)), **common)
+            python_path = worker_forks.python_path()
+            runtime_env: dict[str, Any] = {"env_vars": {"PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"}}
+            if forks_workers:
+                runtime_env["py_executable"] = worker_forks.start(python_path)
+            common |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(num_cpus)), "runtime_env": runtime_env}
+            _start(Path(folder), **common)
     except AuthenticationError as error:
         raise UserError(
             f"the cluster at {address} asks for a token, or refuses this one; set RAY_AUTH_MODE=token, and "
@@ -160,7 +173,6 @@ def _start(folder: Path, **options: Any) -> None:
                 address="local",
                 include_dashboard=False,
                 _system_config=_SYSTEM_CONFIG,
-                runtime_env={"env_vars": {"PYTHONPATH": _python_path(), "TOKENIZERS_PARALLELISM": "false"}},
                 _temp_dir=str(folder),
                 **options,
             )
@@ -200,10 +212,3 @@ def _give_token() -> None:
     names = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
     if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not names & set(os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-def _python_path() -> str:
-    """Return a path with which workers import the packages and the user's modules from the same place as the driver."""
-    root = str(Path(__file__).resolve().parents[2])
-    existing = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)

@@ -302,7 +302,7 @@ def serve(
     if not num_retrievers:
         run(RetrieverGroup(index, settings).retriever())
         return
-    with ray_session(num_retrievers + num_encoders):
+    with ray_session(num_retrievers + num_encoders, forks_workers=True):
         group = RetrieverGroup(index, settings)
         try:
             group.wait_until_ready()

@@ -435,6 +435,8 @@ def main() -> None:
 
 def _begin(config: RunConfig, store: RunStore, num_profiled: int) -> RunConfig:
     """Check the configuration of a new run, and make its directory; return the configuration."""
+    from cluster.placement_plan import actor_demands
+    from cluster.session import worker_forks
     from ragr1_actors.planning.fit import check_gpus
     from ragr1_actors.planning.preflight import check_names, check_room, check_services, fit_micro_batch
     from ragr1_actors.runs.run_directory import create_run_directory, with_newest_policy
@@ -445,6 +447,8 @@ def _begin(config: RunConfig, store: RunStore, num_profiled: int) -> RunConfig:
             f"got --profile {num_profiled}, but the run has {num_iterations} iterations, of which the first is not "
             "profiled; give fewer"
         )
+    if actor_demands(config, has_index=True):
+        worker_forks.start_early()
     config = with_newest_policy(config)
     check_names(config)
     check_gpus(config)
