@@ -34,7 +34,8 @@ __import__("__main__").is_main = True
 print(json.dumps({
     "arguments": sys.argv[1:], "path": sys.path, "folder": os.getcwd(), "environment": dict(os.environ),
     "name": __name__, "is_main": globals().get("is_main", False), "input": sys.stdin.read(),
-    "parent": os.getppid(), "flags": str(sys.flags), "random": [random.random(), numpy.random.rand()],
+    "parent": os.getppid(), "leads_group": os.getpgrp() == os.getpid(), "flags": str(sys.flags),
+    "random": [random.random(), numpy.random.rand()],
     "descriptors": sorted(int(name) for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")),
     "imported": [name for name in ("torch", "transformers", "ray") if name in sys.modules],
 }))
@@ -53,6 +54,7 @@ class Server:
 
     def __init__(self) -> None:
         self.environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_RAYLET_PID": "1", "MINE": "a"}
+        del self.environment["OMP_NUM_THREADS"]  # OpenBLAS has threads without it, as in the driver of a user
         self.driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, self.environment["PYTHONPATH"]],
             stdin=subprocess.PIPE,
@@ -104,6 +106,7 @@ def test_a_fork_begins_as_a_new_process_does(server: Server, run: Callable) -> N
     (forked, ended), (new, _) = run("exit", "0", "a b"), run("exit", "0", "a b", command=[sys.executable])
     assert forked["parent"] == server.process.pid and forked["imported"] == IMPORTED and new["imported"] == []
     assert ended.stderr == "an error\n" and ended.returncode == 0
+    assert forked["leads_group"]  # Ray may kill the group of a worker that has ended
     for same in ("arguments", "folder", "flags", "name", "is_main", "input", "descriptors"):
         assert forked[same] == new[same], same
     assert [part for part in forked["path"] if "thirdparty_files" not in part] == new["path"]
