@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,8 +108,13 @@ pytest_randomly.entrypoint_reseeds = [seed_torch]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """One thread again, before any fixture: encoders and learners of earlier tests set it, and sums depend on it."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a slow test for which no time is left, and set one thread again, before any fixture.
+
+    Encoders and learners of earlier tests set the number of threads, and sums depend on it.
+    """
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("SLOW_TESTS_UNTIL", "inf")):
+        pytest.skip("no time is left for slow tests on this machine (SLOW_TESTS_UNTIL)")
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
