@@ -128,13 +128,15 @@ def test_a_client_ends_as_its_worker_does(run: Callable, arguments: tuple[str, .
     assert forked["imported"] == IMPORTED and ended.returncode == status
 
 
-def test_a_worker_ends_with_its_client(server: Server, tmp_path: Path) -> None:
+def test_a_worker_ends_with_its_client(server: Server, tmp_path: Path, run: Callable) -> None:
     (sleeper := tmp_path / "sleeper.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
     clients = [
         subprocess.Popen(server.command(sleeper), stdout=subprocess.PIPE, env=server.environment, text=True)
         for _ in range(2)
     ]
     workers = [psutil.Process(int(client.stdout.readline())) for client in clients if client.stdout]
+    forked, new = run("exit", "0")[0], run("exit", "0", command=[sys.executable])[0]
+    assert forked["imported"] == IMPORTED and forked["descriptors"] == new["descriptors"]  # none of another worker
     clients[0].kill()
     clients[0].communicate()
     assert wait_for(lambda: not workers[0].is_running(), timeout_s=600)
