@@ -123,7 +123,7 @@ def _fork_elsewhere(address: bytes, command: list[str]) -> int | None:
 def _serve(listener: socket.socket) -> None:
     initial = set(os.environ)
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this module; a worker has that of its own
+        del sys.path[0]  # the folder of this module; a worker gets the folder of default_worker.py
     _import(_PRELOADED)
     request = _Server(listener).run()
     for name in initial - set(request.environment):
@@ -201,7 +201,8 @@ class _Server:
         self._workers[worker] = process, client
         self._selector.register(worker, selectors.EVENT_READ, functools.partial(self._bury, worker))
         self._selector.register(client, selectors.EVENT_READ, functools.partial(self._kill, worker))
-        client.send(b"1")
+        with suppress(OSError):  # the client was killed meanwhile: the next event kills its worker
+            client.send(b"1")
         return None
 
     def _is_ready(self, request: _Request) -> bool:
