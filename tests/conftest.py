@@ -149,7 +149,7 @@ def ray_local(ray_temp_dir: str) -> Iterator[ModuleType]:
             object_store_memory=200_000_000,
             log_to_driver=False,
             _temp_dir=ray_temp_dir,
-            runtime_env={"env_vars": worker_env, "py_executable": worker_forks.start(worker_env["PYTHONPATH"])},
+            runtime_env={"env_vars": worker_env} | worker_forks.runtime_env(worker_env["PYTHONPATH"]),
         )
 
     try:

@@ -122,7 +122,7 @@ def test_the_processes_and_the_settings_exist() -> None:
 
 
 MONITORED = """
-    import os, shutil, tempfile
+    import os, shutil, tempfile, time
     os.environ["RAY_memory_usage_threshold"] = "0.0001"  # every node uses more: the monitor ends each actor
     os.environ["RAY_memory_monitor_refresh_ms"] = "100"
     import ray
@@ -141,6 +141,9 @@ MONITORED = """
             try:
                 ray.get(actor.wait.remote())
             except ray.exceptions.RayError as error:
+                deadline = time.monotonic() + 60  # the node's report may come later
+                while "monitor" not in last_line(error) and time.monotonic() < deadline:
+                    time.sleep(0.1)
                 print("TOLD", last_line(error))
     finally:
         ray.shutdown()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +23,9 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
 import sys
+import psutil
 from cluster.session import worker_forks
-print(worker_forks.start(sys.argv[1]), worker_forks._running[0].pid, sep="\\n", flush=True)
+print(worker_forks.runtime_env(sys.argv[1])["py_executable"], psutil.Process().children()[0].pid, sep="\\n", flush=True)
 sys.stdin.read()
 """
 WORKER = """
@@ -54,6 +56,7 @@ class Server:
 
     def __init__(self) -> None:
         self.environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "RAY_RAYLET_PID": "1", "MINE": "a"}
+        self.environment["RAY_CLIENT_MODE"] = "0"  # as a driver that has imported Ray sets it
         del self.environment["OMP_NUM_THREADS"]  # OpenBLAS has threads without it, as in the driver of a user
         self.driver = subprocess.Popen(
             [sys.executable, "-c", DRIVER, self.environment["PYTHONPATH"]],
@@ -154,6 +157,30 @@ def test_a_worker_whose_imports_would_read_other_settings_is_a_new_process(run: 
     assert forked["environment"][setting] == f"{ROOT}:/other"
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_forked"),
+    [
+        ({}, True),
+        ({"py_executable": sys.executable}, False),
+        ({"command_prefix": ["export B=4 &&"]}, True),
+        ({"env_vars": {"A": "${A}3"}}, True),
+        (None, False),
+    ],
+)
+def test_a_client_takes_the_place_of_rays_script(
+    server: Server, worker: Path, run: Callable, changes: dict[str, Any] | None, is_forked: bool
+) -> None:
+    context = {"command_prefix": [], "env_vars": {"A": "1 2"}, "py_executable": shlex.join(server.client)}
+    context |= {"override_worker_entrypoint": None, "java_jars": []} | (changes or {})
+    given = [] if changes is None else [f"--serialized-runtime-env-context={json.dumps(context)}"]
+    command = [sys.executable, worker_forks.__file__]
+    told, ended = run("exit", "6", "a b", "--language=PYTHON", *given, command=command, A="0")
+    assert told["imported"] == (IMPORTED if is_forked else []) and ended.returncode == 6
+    assert told["arguments"] == ["exit", "6", "a b"]
+    assert told["environment"]["A"] == ("0" if changes is None else "03" if "env_vars" in changes else "1 2")
+    assert told["environment"].get("B") == ("4" if changes and "command_prefix" in changes else None)
+
+
 def test_a_client_that_ends_before_its_request_ends_nothing(server: Server, run: Callable) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(bytes.fromhex(server.client[-1]))
@@ -187,6 +214,12 @@ def test_the_server_ends_with_its_driver_and_clients_then_start_new_processes(wo
     server.process.wait(600)
 
 
+def test_a_server_that_still_imports_has_ended_when_its_driver_ends(server: Server) -> None:
+    command = [sys.executable, "-W", "always::ResourceWarning", "-c", DRIVER, "/nowhere"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=server.environment, input="", check=True)
+    assert not psutil.pid_exists(int(ended.stdout.splitlines()[1])) and ended.stderr == ""
+
+
 THREAD = """
 import socket, sys, threading
 from cluster.session import worker_forks
@@ -217,7 +250,7 @@ def test_a_server_with_threads_forks_nothing(server: Server, worker: Path) -> No
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/dev/kfd"])
 def test_with_a_gpu_workers_start_as_ray_starts_them(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
     monkeypatch.setattr(Path, "exists", lambda path, **_: str(path) == driver)
-    assert worker_forks.start.__wrapped__("/nowhere") == sys.executable
+    assert worker_forks._start.__wrapped__("/nowhere") is None
 
 
 SESSION = """
@@ -230,7 +263,9 @@ class Counted:
         return os.getppid(), "transformers" in sys.modules
 with ray_session(forks_workers=True):
     import ray
-    server = worker_forks._running[0].pid
+    [server] = [each.pid for each in psutil.Process().children() if worker_forks.__file__ in each.cmdline()]
+    raylet = next(each for each in psutil.Process().children() if each.name() == "raylet")
+    print("setup_worker.py" in " ".join(raylet.cmdline()))
     actors = [ray.remote(num_cpus=0)(Counted).remote() for _ in range(3)]
     print(ray.get([actor.parents.remote() for actor in actors]) == [(server, True)] * 3)
 print([process.name() for process in psutil.Process(server).children()])
@@ -239,4 +274,4 @@ print([process.name() for process in psutil.Process(server).children()])
 
 @pytest.mark.ray
 def test_actors_of_a_local_session_are_forks_and_end_with_it() -> None:
-    assert run_python(SESSION) == "True\n[]\n"
+    assert run_python(SESSION) == "False\nTrue\n[]\n"

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from learners.algorithms.grpo import GRPOLearner
 from learners.ranks import call_history
-from learners.ranks.learner_group import LearnerGroup
+from learners.ranks.learner_group import ActorOptions, LearnerGroup
 from ragr1_actors.core.disk.files import POLICY_FOLDER
 from ragr1_actors.core.disk.folders import SharedFolderWriter
 from ragr1_actors.core.disk.learner_state import LEARNER_FILE, read_learner
@@ -88,7 +89,11 @@ def policy_dir(tmp_path: Path) -> Path:
 
 
 def make_group(
-    num_learners: int, hang_timeout_s: float = 120, max_learner_restarts: int = 2, **learners: Any
+    num_learners: int,
+    hang_timeout_s: float = 120,
+    max_learner_restarts: int = 2,
+    actor_options: ActorOptions | None = None,
+    **learners: Any,
 ) -> LearnerGroup:
     settings = {"num_learners": num_learners, "num_cpus_per_learner": 0.5, "zero_stage": 2, "micro_batch_tokens": 64}
     config = make_config(learners=settings | learners, training={"lr": 1e-3, "num_minibatches": 2})
@@ -96,7 +101,7 @@ def make_group(
     debugging = config.debugging.model_copy(
         update={"fault_tolerance": config.debugging.fault_tolerance.model_copy(update=limits)}
     )
-    return LearnerGroup(config.model_copy(update={"debugging": debugging}))
+    return LearnerGroup(config.model_copy(update={"debugging": debugging}), actor_options)
 
 
 def update(group: LearnerGroup, number: int) -> dict[str, float]:
@@ -161,10 +166,11 @@ def test_a_rank_that_is_stopped_while_it_loads_its_libraries_is_replaced(
     ray_with_tests: ModuleType, policy_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stopped: list[int] = []
+    before = descendants(os.getpid())  # ranks of another test may still end
 
     def stop() -> None:
         while not stopped:
-            for pid in descendants(os.getpid()):
+            for pid in descendants(os.getpid()) - before:
                 with contextlib.suppress(OSError):
                     is_rank = b"ray::LearnerWorker" in Path(f"/proc/{pid}/cmdline").read_bytes()
                     if is_rank and "libtorch" in Path(f"/proc/{pid}/maps").read_text():
@@ -175,7 +181,8 @@ def test_a_rank_that_is_stopped_while_it_loads_its_libraries_is_replaced(
 
     thread = threading.Thread(target=stop)
     thread.start()
-    group = make_group(1, hang_timeout_s=15)
+    unforked = {"runtime_env": {"py_executable": sys.executable}}  # a fork has its libraries from the start
+    group = make_group(1, hang_timeout_s=15, actor_options=lambda rank: unforked)
     thread.join()
     assert group.num_restarts >= 1
     assert "learner rank 0 hangs: it has not answered for" in caplog.text

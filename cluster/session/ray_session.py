@@ -146,7 +146,7 @@ def _connect(address: str | None, num_cpus: float, folder: str, forks_workers: b
             python_path = worker_forks.python_path()
             runtime_env: dict[str, Any] = {"env_vars": {"PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"}}
             if forks_workers:
-                runtime_env["py_executable"] = worker_forks.start(python_path)
+                runtime_env |= worker_forks.runtime_env(python_path)
             common |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(num_cpus)), "runtime_env": runtime_env}
             _start(Path(folder), **common)
     except AuthenticationError as error:

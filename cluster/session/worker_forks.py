@@ -5,18 +5,21 @@
     driver ──start()──► server: imports, then accepts ──fork──► worker
                           ▲
     raylet ──► client ────┘ the worker's command, environment, folder and descriptors
-               (py_executable, in place of Python; ends with the worker, and by the same status)
+               (in place of setup_worker.py and Python; ends with the worker, and by the same status)
 
 A fork begins as a new process does, with what the raylet gave to its client. Ray watches and kills the client until the
 worker registers itself, then the worker. A client that gets no fork becomes the Python process that Ray asked for. The
-module imports the standard library only, so that clients start at once. Figures: docs/decisions/start-up.md.
+module imports the standard library only, so that clients start at once; they take the place of Ray's
+``setup_worker.py``, which imports Ray. Figures: docs/decisions/start-up.md.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -44,40 +47,59 @@ _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 """Drivers of GPUs. A module that looks for them while it is imported breaks forks: workers start as Ray starts them."""
 _FORK_AWARE_THREADS = {"jemalloc_bg_thd"}
 """Threads that end before a fork by themselves; any other could hold a lock that stays locked in the fork."""
-_SERVE = "serve"
+_SERVE, _ASK = "serve", "ask"
+_CLIENT = [sys.executable, "-I", "-S", __file__, _ASK]
+_CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
+"""Arguments of ``setup_worker.py``; it gives the others to the worker."""
 _MAX_REQUEST_BYTES = 1 << 20
 _BACKLOG = 1024
 
 
-@functools.cache
-def start(python_path: str) -> str:
-    """Start a server, if this process has none, and return ``py_executable`` for the runtime environment of a session.
+def runtime_env(python_path: str) -> dict[str, str]:
+    """Return the part of a session's runtime environment with which its workers are forks.
 
-    The server ends with this process. Workers whose ``PYTHONPATH`` is not ``python_path`` are not forked.
+    To be called before ``ray.init`` starts a raylet, as it sets which script the raylet runs for each worker. Workers
+    whose ``PYTHONPATH`` is not ``python_path`` are not forked, and on a node with a GPU none is.
     """
+    from ray._private import ray_constants
+
+    if (address := _start(python_path)) is None:
+        return {}
+    ray_constants.SETUP_WORKER_FILENAME = __file__  # Ray joins it to its folder: a whole path replaces that
+    return {"py_executable": shlex.join([*_CLIENT, address.hex()])}
+
+
+@functools.cache
+def _start(python_path: str) -> bytes | None:
+    """Start a server, if this process has none, and return its address; None with a GPU. It ends with this process."""
     if not hasattr(os, "pidfd_open") or any(Path(driver).exists() for driver in _GPU_DRIVERS):
-        return shlex.quote(sys.executable)
+        return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")  # Linux chooses a name that no file system holds
         listener.listen(_BACKLOG)
-        _running.append(
-            subprocess.Popen(
-                [sys.executable, __file__, _SERVE, str(listener.fileno())],
-                stdin=subprocess.PIPE,  # it ends with this process, however that ends
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C and the end of a terminal do not reach it
-                env={**os.environ, "PYTHONPATH": python_path},
-            )
+        server = subprocess.Popen(
+            [sys.executable, __file__, _SERVE, str(listener.fileno())],
+            stdin=subprocess.PIPE,  # it ends with this process, however that ends
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C and the end of a terminal do not reach it
+            env={**os.environ, "PYTHONPATH": python_path},
         )
-        return shlex.join([sys.executable, "-I", "-S", __file__, listener.getsockname().hex()])
+        atexit.register(_end, server)  # after ``ray.shutdown``, which ray.init registers later
+        address: bytes = listener.getsockname()
+        return address
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.kill()  # it may still import
+    server.communicate()
 
 
 def start_early() -> None:
     """Start the server before the session, unless the session joins a cluster: it imports beside this process."""
     if not os.environ.get("RAY_ADDRESS"):
-        start(python_path())
+        _start(python_path())
 
 
 def python_path() -> str:
@@ -87,17 +109,15 @@ def python_path() -> str:
     return os.pathsep.join(part for part in (root, os.getcwd(), existing) if part)
 
 
-_running: list[subprocess.Popen[bytes]] = []
-"""Server of this process; the object must live as long, since its end closes the server's standard input."""
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Run as the server, or as the client of one worker."""
-    role, *command = arguments
-    if role == _SERVE:
-        _serve(socket.socket(fileno=int(command[0])))
+    """Run as the server; or as the client of one worker, in place of ``setup_worker.py`` or of Python."""
+    if arguments[0] == _SERVE:
+        _serve(socket.socket(fileno=int(arguments[1])))
         return
-    status = _fork_elsewhere(bytes.fromhex(role), command)
+    if arguments[0] != _ASK:
+        arguments = _set_up(arguments)
+    _, address, *command = arguments
+    status = _fork_elsewhere(bytes.fromhex(address), command)
     if status is None:
         os.execv(sys.executable, [sys.executable, *command])
     if status < 0:  # a signal ended the worker
@@ -105,6 +125,27 @@ def main(arguments: Sequence[str]) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
+
+
+def _set_up(arguments: Sequence[str]) -> list[str]:
+    """Take the environment of a worker, and return the arguments of its client.
+
+    Ray's script takes the place of this process if the runtime environment asks for more, such as another Python.
+    """
+    context: dict[str, Any] = {"py_executable": ""}
+    for argument in arguments:
+        if argument.startswith(_CONTEXT):
+            context = json.loads(argument.removeprefix(_CONTEXT))
+    variables = context.pop("env_vars", {})
+    executable = shlex.split(context.pop("py_executable"))
+    refers = any("$" in value for value in variables.values())  # to other variables
+    if executable[:-1] != _CLIENT or refers or any(context.values()):
+        package = importlib.util.find_spec("ray")
+        assert package is not None and package.origin is not None
+        script = Path(package.origin).parent / "_private" / "workers" / "setup_worker.py"
+        os.execv(sys.executable, [sys.executable, str(script), *arguments])
+    os.environ.update(variables)
+    return [*executable[-2:], *(each for each in arguments if not each.startswith((_CONTEXT, _LANGUAGE)))]
 
 
 def _fork_elsewhere(address: bytes, command: list[str]) -> int | None:
@@ -125,11 +166,7 @@ def _serve(listener: socket.socket) -> None:
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this module; a worker gets the folder of default_worker.py
     _import(_PRELOADED)
-    request = _Server(listener).run()
-    for name in initial - set(request.environment):
-        del os.environ[name]
-    os.environ.update(request.environment)
-    _become_worker(request)
+    _become_worker(_Server(listener).run(), initial)
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -240,7 +277,11 @@ def _close(*opened: Any) -> None:
         os.close(each) if isinstance(each, int) else each.close()
 
 
-def _become_worker(request: _Request) -> None:
+def _become_worker(request: _Request, initial: set[str]) -> None:
+    """Run the command of a worker; of ``initial``, the server's variables before its imports, it keeps its own only."""
+    for name in initial - set(request.environment):
+        del os.environ[name]
+    os.environ.update(request.environment)
     os.setsid()
     for target, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, target)
