@@ -213,7 +213,7 @@ class Learner(ABC):
     def loading(self, part: Literal["params", "reference"]) -> AbstractContextManager[None]:
         """Return the context in which a module is loaded, as ``learners.offload`` says; see ``shared_loading``."""
         learners = self.config.learners
-        return shared_loading(learners.zero_stage, self.dtype, on_host=part in learners.offload)
+        return shared_loading(learners.stage, self.dtype, on_host=part in learners.offload)
 
     def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
         trusted = self.config.policy.trust_remote_code

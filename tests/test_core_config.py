@@ -1,10 +1,11 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from learners.options import TurnCredit, learner_options
-from ragr1_actors.core.config import LoraSettings, RunConfig
+from ragr1_actors.core.config import LearnerSettings, LoraSettings, RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.resolve import override, resolve
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -42,6 +43,15 @@ def test_a_wrong_override_is_one_sentence(assignment: str, message: str) -> None
         AlgorithmConfig().override([assignment]).freeze()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_one_rank_has_no_zero_stage_unless_its_optimizer_is_offloaded() -> None:
+    def stage(**settings: Any) -> int:
+        return LearnerSettings(**settings).stage
+
+    assert [stage(num_learners=count) for count in (0, 1, 2)] == [0, 0, 1]
+    assert stage(offload=["optimizer"]) == 1 and stage(offload=["reference"]) == 0
+    assert [stage(zero_stage=given, num_learners=count) for given, count in ((0, 2), (2, 1), (3, 0))] == [0, 2, 3]
 
 
 def test_an_unknown_recipe_names_the_nearest(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ CLIP = 0.2
 def make_config(dtype: str, *, is_lean: bool = False) -> RunConfig:
     """The learner's settings."""
     config = sides.make_config(MICRO_BATCH_TOKENS, dtype)
-    changed = {"gradient_checkpointing": True, "zero_stage": 0} if is_lean else {}
+    changed = {"gradient_checkpointing": True} if is_lean else {}
     return config.model_copy(update={"learners": config.learners.model_copy(update=changed)})
 
 

@@ -18,7 +18,7 @@ peak_memory       peak of whole logits ÷ ours; 8,192 tokens, a vocabulary of 15
 vs_bare_fp32      tokens/s of an update of SmolLM2-135M ÷ a bare loop of torch, same rows >= 0.9
 vs_bare_bf16      the same in bf16                                                        >= 0.9
 update_memory     peak of it in float32 ÷ weights, gradients and moments                  <= 1.3
-lean_memory       the same with gradient checkpointing at ZeRO stage 0                    <= 1.3
+lean_memory       the same with gradient checkpointing                                    <= 1.3
 ================= ======================================================================= =======
 
 ``benchmarks/learner/sides.py`` says how trajectories are drawn and what the padded side is. Plans are made for lengths

@@ -132,7 +132,7 @@ class DeepSpeedEngine:
         deepspeed = _import_deepspeed()
         self.module = module
         dtype = next(module.parameters()).dtype
-        self.zero_stage = max(2, learners.zero_stage) if dtype == torch.bfloat16 else learners.zero_stage
+        self.zero_stage = max(2, learners.stage) if dtype == torch.bfloat16 else learners.stage
         self._rests = rests
         self._resting = Offloaded(device)
         self._grad_clip = schedule.grad_clip
@@ -407,7 +407,7 @@ class FrozenModule:
         """
         rests = "reference" in learners.offload
         self._module: Any = module.eval().requires_grad_(False)
-        self._is_sharded = learners.zero_stage == 3
+        self._is_sharded = learners.stage == 3
         self._resting: Offloaded | None = None
         if self._is_sharded:
             deepspeed = _import_deepspeed()

@@ -73,7 +73,7 @@ def engine_state(num_parameters: int, num_trained: int, settings: LearnerSetting
     Stage 0 keeps no master weights; stages 1 and 2 keep the rank's share of them in fp32 even if the model is fp32;
     stage 3 shards the weights too, and keeps gradient sums and the reduction bucket between steps.
     """
-    stage = max(2, settings.zero_stage) if element_bytes == 2 else settings.zero_stage
+    stage = max(2, settings.stage) if element_bytes == 2 else settings.stage
     num_ranks = max(1, settings.num_learners)
     share = 4 * num_trained // num_ranks
     weights = element_bytes * num_parameters
@@ -224,11 +224,11 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
     host = {f"policy {name}": size for name, size in policy.host.items()}
     phases: dict[str, Parts] = {"policy step": {**policy.step, **passes}}
     if config.training.kl_coeff > 0 and lora is None:
-        share = max(1, settings.num_learners) if settings.zero_stage == 3 else 1
+        share = max(1, settings.num_learners) if settings.stage == 3 else 1
         weights = e * shape.num_parameters // share
         forward = {"activations": activations // 2 if not settings.gradient_checkpointing else activations}
         forward["head"] = 8 * min(HEAD_CHUNK, tokens * shape.vocab_size)
-        if settings.zero_stage == 3:
+        if settings.stage == 3:
             forward["gathered weights"] = e * min(shape.num_parameters, _MAX_LIVE_ELEMENTS)
         rests = "reference" in settings.offload
         phases["reference pass"] = {**forward, **({"reference weights": weights} if rests else {})}

@@ -470,8 +470,9 @@ class LearnerSettings(Section):
     stay within a machine; ``spread`` uses as many as possible. Names: Ray's placement strategies."""
     label_selector: LabelSelector = {}
     """Nodes that learner ranks may run on, like ``env_runners.label_selector``."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """DeepSpeed's ZeRO stage: 0 replicates everything; 1 shards the optimizer, 2 also gradients, 3 also weights.
+    Default: 0 for one rank, which shares nothing; 1 for several ranks, or if the optimizer is offloaded."""
     micro_batch_tokens: int | None = Field(None, ge=32)
     """Token budget of one forward and backward pass per rank. Default: the largest of 16384, 8192, ... 1024 with which
     the learner fits this machine by `ragr1 plan`, or 16384 on a cluster."""
@@ -483,6 +484,12 @@ class LearnerSettings(Section):
     lora: LoraSettings | None = None
     """Low-rank adapters, which are then trained alone (arXiv:2106.09685): ``{rank: 16, alpha: 32, target_modules:
     [q_proj, v_proj]}``; null (default) trains every weight."""
+
+    @property
+    def stage(self) -> int:
+        """Value of ``zero_stage``, or its default if it is not set."""
+        default = 1 if self.num_learners > 1 or "optimizer" in self.offload else 0
+        return default if self.zero_stage is None else self.zero_stage
 
     @property
     def row_tokens(self) -> int:

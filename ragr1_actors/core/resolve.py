@@ -237,9 +237,9 @@ def _check_offload(config: RunConfig) -> None:
     learners = config.learners
     needed = {"optimizer": (1, 2, 3), "params": (3,)}
     for name, stages in needed.items():
-        if name in learners.offload and learners.zero_stage not in stages:
+        if name in learners.offload and learners.stage not in stages:
             raise ConfigError(
-                f"learners.offload: got {name} with learners.zero_stage={learners.zero_stage}, expected "
+                f"learners.offload: got {name} with learners.zero_stage={learners.stage}, expected "
                 f"learners.zero_stage={' or '.join(map(str, stages))}: it is ZeRO that moves them"
             )
     if "reference" in learners.offload and learners.lora is not None:

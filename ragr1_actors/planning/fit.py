@@ -180,7 +180,7 @@ def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iter
     resting = [part for part in ("reference", "critic") if part not in learners.offload]
     if resting:
         yield "learners.offload", [*learners.offload, *resting]
-    if learners.zero_stage < 3:
+    if learners.stage < 3:
         yield "learners.zero_stage", 3
     yield "learners.num_learners", 2 * learners.num_learners
     if "optimizer" not in learners.offload:
