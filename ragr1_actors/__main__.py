@@ -8,10 +8,14 @@ from types import FrameType
 
 _SAID_BY_RAY = r"^(A worker died or was killed|\d+ worker\(s\) were killed due to the node running low on memory)"
 """Beginning of Ray's reports of up to 40 lines on ended processes; the run prints one line, and Ray logs them."""
+SPIN_COUNT = "1000"
+"""Turns of the loop in which an OpenMP thread waits before it sleeps: by default it would take a core from other
+processes for milliseconds at each wait. docs/decisions/threads.md"""
 
 
 def main() -> None:
     """Run the command line."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)  # read when torch is imported, also by Ray's processes
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _SAID_BY_RAY)  # Ray reads it when it is imported
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)

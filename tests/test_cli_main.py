@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -431,6 +432,16 @@ sys.meta_path.insert(0, Interrupt())
 from ragr1_actors.__main__ import main
 main()
 """
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1000"), ("7", "7")])
+def test_threads_that_wait_sleep_early_unless_the_user_says_otherwise(given: str | None, expected: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
+    script = "import os, sys; sys.argv = ['ragr1', '--version']; from ragr1_actors.__main__ import main\n"
+    script += "try:\n    main()\nfinally:\n    print(os.environ['GOMP_SPINCOUNT'])"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize(
