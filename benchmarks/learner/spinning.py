@@ -1,6 +1,6 @@
 """``python -m benchmarks.learner.spinning``: what a torch thread that waits in a loop costs beside a busy process.
 
-Each side is a process with two threads that runs a layer of SmolLM2-135M's size for one row and for 512 rows, with
+Each side is a process with two threads that runs linear layers of SmolLM2-135M's size over 8 and over 512 rows, with
 OpenMP's default and with ``ragr1``'s, once alone and once beside a process that keeps two threads busy.
 """
 
@@ -21,7 +21,7 @@ NUM_ROWS = {"decoding": 8, "learning": 512}
 
 
 def measure(num_rows: int, seconds: float) -> float:
-    """Return the mean milliseconds of a pass of 8 or more rows through the layers, within about ``seconds``."""
+    """Return the mean milliseconds of a pass of ``num_rows`` rows, measured for at least ``seconds``."""
     torch.set_num_threads(NUM_THREADS)
     layers = [torch.randn(INTERMEDIATE_SIZE, HIDDEN_SIZE) for _ in range(NUM_LAYERS)]
     rows = torch.randn(num_rows, HIDDEN_SIZE)

@@ -58,7 +58,7 @@ _BACKLOG = 1024
 def runtime_env(python_path: str) -> dict[str, str]:
     """Return the part of a session's runtime environment with which its workers are forks.
 
-    To be called before ``ray.init`` starts a raylet, as it sets which script the raylet runs for each worker. Workers
+    Call it before ``ray.init`` starts a raylet: it sets which script the raylet runs for each worker. Workers
     whose ``PYTHONPATH`` is not ``python_path`` are not forked, and on a node with a GPU none is.
     """
     from ray._private import ray_constants
@@ -278,7 +278,7 @@ def _close(*opened: Any) -> None:
 
 
 def _become_worker(request: _Request, initial: set[str]) -> None:
-    """Run the command of a worker; of ``initial``, the server's variables before its imports, it keeps its own only."""
+    """Run the command of a worker, without those ``initial`` variables of the server that the worker has not."""
     for name in initial - set(request.environment):
         del os.environ[name]
     os.environ.update(request.environment)
