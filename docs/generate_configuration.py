@@ -219,7 +219,7 @@ def _type(field: FieldInfo) -> str:
 def _annotation(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " or ".join(f"`{value!r}`" if value == "" else f"`{value}`" for value in arguments)
+        return " or ".join(_literal(value) for value in arguments)
     if origin in (list, tuple):
         return f"list of {_annotation(arguments[0])}"
     if origin is dict:
@@ -230,6 +230,12 @@ def _annotation(annotation: Any) -> str:
         return "group of keys"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
     return names.get(annotation, str(annotation))
+
+
+def _literal(value: str | int) -> str:
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value!r}`" if value == "" else f"`{value}`"
 
 
 def _default(field: FieldInfo) -> str:

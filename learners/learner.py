@@ -54,6 +54,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.disk.learner_state import TensorPart, Tensors
 from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.process_memory import trim_heap
+from ragr1_actors.core.section import Checkpointing
 from ragr1_actors.core.types import TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.core.weight_transport import BASE_KEY, RECEIVING_ENGINES, AdapterBase
 
@@ -215,7 +216,7 @@ class Learner(ABC):
         learners = self.config.learners
         return shared_loading(learners.stage, self.dtype, on_host=part in learners.offload)
 
-    def _load_policy(self, gradient_checkpointing: bool = False) -> PolicyModel:
+    def _load_policy(self, gradient_checkpointing: Checkpointing = False) -> PolicyModel:
         trusted = self.config.policy.trust_remote_code
         return PolicyModel(self.policy_dir, self.dtype, self.temperature, gradient_checkpointing, trusted)
 

@@ -57,6 +57,9 @@ def test_the_answer_is_in_one_of_the_paragraphs_that_are_ranked(folder: Path) ->
     for one in loaded.tasks:
         label = 1 + shown(one, one.meta["candidates"]).index("Ana Bell")
         assert turns_of[one.task_id] == (f"<think> Salt , director , Ana Bell</think><answer>[{label}]</answer>",)
+        assert one.golden_answers == (str(label),), (
+            "a demonstration that is not right by exact match is not learned from"
+        )
 
 
 def test_most_demonstrations_search_until_no_search_is_left(folder: Path) -> None:

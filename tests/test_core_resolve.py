@@ -159,6 +159,12 @@ def test_a_configuration_of_nonsense_is_damaged(tmp_path: Path, text: bytes) -> 
         open_run_directory(tmp_path)
 
 
+@pytest.mark.parametrize(("stage", "value"), [(3, "selective"), (2, "some")])
+def test_a_checkpointing_that_does_not_work_is_refused(stage: int, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf"learners\.gradient_checkpointing.*: got '?{value}"):
+        AlgorithmConfig().learners(zero_stage=stage, gradient_checkpointing=value).freeze()
+
+
 def test_a_prompt_without_its_question_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"environment\.prompt: got 'Answer\.', expected \{question\} in it"):
         AlgorithmConfig().environment(prompt="Answer.").freeze()

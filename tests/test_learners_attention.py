@@ -29,6 +29,7 @@ from learners.models.scoring import (
 )
 from learners.packing import PackedLayout, flatten, pack, packed_layout
 from learners.train_batch import Meter
+from ragr1_actors.core.section import Checkpointing
 
 pytestmark = pytest.mark.engine
 
@@ -80,10 +81,13 @@ def test_windows_and_sinks_are_those_of_transformers(
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
     model.save_pretrained(tmp_path)
-    assert_scored_as_alone(tmp_path, begins_alike, checkpointing=window == 8, max_run=30)
+    checkpointing: dict[int, Checkpointing] = {8: True, 40: "selective"}
+    assert_scored_as_alone(tmp_path, begins_alike, checkpointing.get(window, False), max_run=30)
 
 
-def assert_scored_as_alone(policy_dir: Path, begins_alike: bool, checkpointing: bool, max_run: int = 9) -> None:
+def assert_scored_as_alone(
+    policy_dir: Path, begins_alike: bool, checkpointing: Checkpointing, max_run: int = 9
+) -> None:
     """A packed row has the log-probs, entropies and gradients of transformers' eager attention on each sequence."""
     policy = PolicyModel(policy_dir, torch.float32, 0.7, gradient_checkpointing=checkpointing)
     eager = AutoModelForCausalLM.from_pretrained(policy_dir, dtype=torch.float32, attn_implementation="eager")
@@ -131,7 +135,8 @@ def test_checkpointing_and_head_chunks_change_nothing(tmp_path: Path, monkeypatc
     make_policy(tmp_path)
     micro_batch = pack(flatten([t for group in make_groups(3) for t in group.trajectories]), range(8))
     results = []
-    for checkpointing, chunk in ((False, 2**26), (True, 2**26), (False, 64 * 7)):
+    variants: list[tuple[Checkpointing, int]] = [(False, 2**26), (True, 2**26), ("selective", 2**26), (False, 64 * 7)]
+    for checkpointing, chunk in variants:
         monkeypatch.setattr("learners.models.scoring_head.HEAD_CHUNK", chunk)
         policy = PolicyModel(tmp_path, torch.float32, 1.0, checkpointing)
         outputs = policy(micro_batch)

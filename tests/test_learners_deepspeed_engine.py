@@ -104,13 +104,18 @@ def test_offload_changes_nothing_and_resumes(
     ("offload", "stage", "message"),
     [
         (["params"], 2, r"got params with learners\.zero_stage=2, expected learners\.zero_stage=3"),
+        (
+            ["params"],
+            None,
+            r"got params with learners\.zero_stage=0, its default here, expected learners\.zero_stage=3",
+        ),
         (["optimizer"], 0, r"got optimizer with learners\.zero_stage=0, expected .*1 or 2 or 3"),
         (["critic"], 1, r"got critic with training\.algorithm=grpo, which has none"),
         (["reference"], 1, r"got reference with training\.kl_coeff=0, which needs none"),
         (["gradients"], 1, r"learners\.offload\.0: got 'gradients'"),
     ],
 )
-def test_an_offload_that_would_do_nothing_is_refused(offload: list[str], stage: int, message: str) -> None:
+def test_an_offload_that_would_do_nothing_is_refused(offload: list[str], stage: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_config(learners={"offload": offload, "zero_stage": stage})
 
@@ -141,6 +146,18 @@ def test_an_update_after_offload_and_reload_equals_one_without(build: Build, sta
             for engine in moved.engines().values():
                 engine.reload_states()
     assert_same_arrays(plain.get_state(), moved.get_state())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_is_computed_again_changes_no_update(build: Build, stage: int) -> None:
+    states = []
+    for checkpointing in (False, True, "selective"):
+        learner = build(PPOLearner, config_for(zero_stage=stage, gradient_checkpointing=checkpointing))
+        for seed in range(2):
+            learner.update(make_groups(seed))
+        states.append(learner.get_state())
+    for other in states[1:]:
+        assert_same_arrays(states[0], other, atol=1e-6)
 
 
 def is_empty(engine: DeepSpeedEngine) -> bool:

@@ -77,7 +77,10 @@ def test_the_value_head_of_a_critic_with_adapters_is_trained_whole(build: Build,
 )
 def test_a_run_with_adapters_resumes_bitwise(build: Build, stage: int, learner_class: type[Learner]) -> None:
     has_critic = learner_class is PPOLearner
-    learners = {"offload": ["critic"] if has_critic else [], "gradient_checkpointing": True}
+    learners = {
+        "offload": ["critic"] if has_critic else [],
+        "gradient_checkpointing": "selective" if stage < 3 else True,
+    }
     training = {"algorithm": "ppo" if has_critic else "grpo", "num_minibatches": 2}
     config = lora_config(stage, training=training, learners=learners)
     straight = build(learner_class, config)

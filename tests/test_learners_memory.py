@@ -23,14 +23,16 @@ from learners.deepspeed.memory import (
     lora_parameters,
     pass_parts,
     rank_memory,
+    selected_bytes_per_token,
     trained_parameters,
 )
-from learners.models.scoring import PACKED_ATTENTION, PolicyModel, ValueModel
+from learners.models.scoring import PolicyModel, ValueModel, load_causal_lm
 from learners.packing import packed_layout
 from ragr1_actors.core.config import LINEAR_LAYERS, LearnerSettings
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
 from ragr1_actors.core.models.vision import FAMILIES
+from ragr1_actors.core.section import Checkpointing
 from ragr1_actors.planning.tiny_policy import TinyVisionPolicy
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -118,13 +120,15 @@ def test_adapters_are_counted(tmp_path: Path) -> None:
     assert lora_parameters(shape_of(CONFIGS[1]), 4, LINEAR_LAYERS) == trained
 
 
-def saved_bytes(config: Any, dtype: torch.dtype, num_tokens: int, *, checkpointing: bool) -> int:
-    """Bytes that autograd keeps after a forward pass of the decoder, weights left out."""
-    config = type(config).from_dict(config.to_dict() | {"attn_implementation": PACKED_ATTENTION})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+def decoder(folder: Path, config: Any, dtype: torch.dtype, checkpointing: Checkpointing) -> Any:
+    """A model of random weights, as the learner loads it."""
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return load_causal_lm(folder, dtype, checkpointing)
+
+
+def saved_bytes(folder: Path, config: Any, dtype: torch.dtype, num_tokens: int, *, checkpointing: Checkpointing) -> int:
+    """Bytes that are kept for the backward pass after a forward pass of the decoder, weights left out."""
+    model = decoder(folder, config, dtype, checkpointing)
     with TensorBytes(known=model.parameters()) as made:
         output = model.get_decoder()(
             input_ids=torch.zeros(1, num_tokens, dtype=torch.long),
@@ -139,21 +143,25 @@ def saved_bytes(config: Any, dtype: torch.dtype, num_tokens: int, *, checkpointi
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS[1:], ids=IDS[1:])
-def test_saved_activations(config: Any, dtype: torch.dtype) -> None:
+def test_saved_activations(tmp_path: Path, config: Any, dtype: torch.dtype) -> None:
     shape, num_tokens = shape_of(config), 256
     deeper = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 6, "layer_types": None})
-    shallow_bytes = saved_bytes(config, dtype, num_tokens, checkpointing=False)
-    per_layer = (saved_bytes(deeper, dtype, num_tokens, checkpointing=False) - shallow_bytes) / 4 / num_tokens
+    found = [saved_bytes(tmp_path, one, dtype, num_tokens, checkpointing=False) for one in (config, deeper)]
+    per_layer = (found[1] - found[0]) / 4 / num_tokens
     assert layer_bytes_per_token(shape, dtype.itemsize, repeats_keys=False) == pytest.approx(per_layer, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_checkpointing_keeps_the_input_of_every_layer(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_checkpointing_keeps_the_input_of_every_layer(
+    tmp_path: Path, dtype: torch.dtype, checkpointing: Checkpointing
+) -> None:
     config, num_tokens = CONFIGS[1], 256
     deeper = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 6, "layer_types": None})
-    found = [saved_bytes(one, dtype, num_tokens, checkpointing=True) for one in (config, deeper)]
+    found = [saved_bytes(tmp_path, one, dtype, num_tokens, checkpointing=checkpointing) for one in (config, deeper)]
     per_layer = (found[1] - found[0]) / 4 / num_tokens
-    assert config.hidden_size * dtype.itemsize == pytest.approx(per_layer, rel=0.05)
+    products = selected_bytes_per_token(shape_of(config), dtype.itemsize) if checkpointing == "selective" else 0
+    assert config.hidden_size * dtype.itemsize + products == pytest.approx(per_layer, rel=0.05)
 
 
 STATES = [(0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")]
@@ -190,16 +198,13 @@ def test_a_checkpoint_has_12_bytes_per_trained_parameter(build: Build, tmp_path:
         assert written == 12 * count, name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_peak_of_a_pass(dtype: torch.dtype, checkpointing: bool) -> None:
+def test_peak_of_a_pass(tmp_path: Path, dtype: torch.dtype, checkpointing: Checkpointing) -> None:
     # the widths of Qwen2.5-7B, divided by 28
     config = Qwen2Config(**SIZES | {"hidden_size": 128, "intermediate_size": 676, "num_hidden_layers": 6})
     shape, num_tokens = shape_of(config), 1024
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+    model = decoder(tmp_path, config, dtype, checkpointing)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with TensorBytes() as made:

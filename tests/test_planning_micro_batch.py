@@ -72,7 +72,9 @@ def test_where_rows_do_not_suffice_the_plan_offers_to_compute_activations_again(
     narrow = AlgorithmConfig(smollm2.model_dump()).env_runners(**few).freeze()
     problem = make_plan(narrow, LAPTOP, NUM_PASSAGES).problems[0]
     assert problem.startswith("host memory: ")
-    assert problem.endswith("it fits with learners.gradient_checkpointing=True")
+    assert problem.endswith("it fits with learners.gradient_checkpointing=selective")
+    sharded = AlgorithmConfig(narrow.model_dump()).learners(zero_stage=3).freeze()
+    assert make_plan(sharded, LAPTOP, NUM_PASSAGES).problems[0].endswith("gradient_checkpointing=True")
 
 
 def test_the_plan_shows_what_it_chose() -> None:

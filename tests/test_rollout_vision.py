@@ -118,6 +118,7 @@ async def test_a_cache_is_not_taken_for_other_pixels(folder: Path, tokenizer: Po
     page_logprob, twin_logprob = await first("a", PAGE), await first("b", TWIN)
     assert abs(page_logprob - twin_logprob) > 1e-4
     assert abs(await first("a", TWIN) - twin_logprob) < 1e-5
+    assert abs(await first("c", PAGE) - page_logprob) < 1e-5
     text = (await engine.generate(ids, greedy, request_id="a")).logprobs[0]  # placeholders without an image
     assert abs(text - twin_logprob) > 1e-4
     await engine.close()

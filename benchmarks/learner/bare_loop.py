@@ -1,8 +1,8 @@
 """The least that an update needs: a loop of torch over packed rows that are there already.
 
-``python -m benchmarks.learner.bare_loop ours|lean|bare DIR DTYPE`` is one side of ``update_memory`` in a process apart.
-It prints the bytes by which a policy and two updates raised the peak of the process's memory above what it held before.
-``lean`` is our learner with gradient checkpointing, and at ZeRO stage 0 in float32.
+``python -m benchmarks.learner.bare_loop ours|selective|lean|bare DIR DTYPE`` is one side of ``update_memory`` in a
+process apart. It prints the bytes by which a policy and two updates raised the peak of the process's memory above what
+it held before. ``selective`` and ``lean`` are our learner with gradient checkpointing, the former with the selective.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from learners.models.scoring import load_causal_lm, packed_hidden_states
 from learners.packing import MicroBatch
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.section import Checkpointing
 from ragr1_actors.core.types import TrajectoryGroup
 
 # Read by DeepSpeed when it is imported; it would say on stdout what it found.
@@ -35,13 +36,14 @@ LENGTHS = (50, 512)
 MICRO_BATCH_TOKENS = 1024
 NUM_TRAJECTORIES = 4
 CLIP = 0.2
+CHECKPOINTING: dict[str, Checkpointing] = {"ours": False, "selective": "selective", "lean": True}
 
 
-def make_config(dtype: str, *, is_lean: bool = False) -> RunConfig:
+def make_config(dtype: str, *, checkpointing: Checkpointing = False) -> RunConfig:
     """The learner's settings."""
     config = sides.make_config(MICRO_BATCH_TOKENS, dtype)
-    changed = {"gradient_checkpointing": True} if is_lean else {}
-    return config.model_copy(update={"learners": config.learners.model_copy(update=changed)})
+    changed = config.learners.model_copy(update={"gradient_checkpointing": checkpointing})
+    return config.model_copy(update={"learners": changed})
 
 
 def state_bytes(policy_dir: Path, dtype: str) -> int:
@@ -105,8 +107,9 @@ class BareLoop:
 
 def make_side(side: str, policy_dir: Path, dtype: str, groups: list[TrajectoryGroup]) -> Any:
     """Return a function that makes an update and returns its seconds."""
-    if side in ("ours", "lean"):
-        learner = sides.build_learner(GRPOLearner, policy_dir, make_config(dtype, is_lean=side == "lean"))
+    if side in CHECKPOINTING:
+        config = make_config(dtype, checkpointing=CHECKPOINTING[side])
+        learner = sides.build_learner(GRPOLearner, policy_dir, config)
         return lambda: sides.clock(learner, groups)[0]
     rows = sides.packed_rows(sides.members(groups), 1, MICRO_BATCH_TOKENS, 0.0)
     loop = BareLoop(policy_dir, dtype)

@@ -110,15 +110,15 @@ class Ranked:
                 (records,) = asyncio.run(self._retriever.search([question], DEPTH))
                 found = [record.id for record in records if record.id in paragraphs]
                 if best in found:
-                    known = {"_id": one["_id"], "type": one["type"], "question": question, "answer": best}
+                    label = str(1 + shown(Task("", question, ()), found).index(best))
+                    known = {"_id": one["_id"], "type": one["type"], "question": question, "answer": label}
                     yield {**known, "supporting_ids": [best], "candidates": found, "leads": one["evidences"][0]}
 
 
 def demonstrated(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a demonstration: a thought that leads to the best passage, and its label."""
-    label = 1 + shown(Task("", record["question"], ()), record["candidates"]).index(record["supporting_ids"][0])
     thought = " , ".join(record["leads"])
-    return {**record, **_output(f"<think> {thought}</think><answer>[{label}]</answer>")}
+    return {**record, **_output(f"<think> {thought}</think><answer>[{record['answer']}]</answer>")}
 
 
 def _output(turns: str) -> dict[str, str]:

@@ -143,8 +143,7 @@ class DeepSpeedEngine:
         config = _deepspeed_config(self.zero_stage, dtype, learners.offload, schedule.grad_clip, num_trained)
         _place(module, device, self.zero_stage, config)
         # On a CPU torch's default AdamW makes two temporary tensors as large as the master weights, and takes five
-        # times
-        # as long: docs/decisions/heap.md.
+        # times as long: docs/decisions/heap.md.
         is_fused = device.type == "cpu"
         adamw = torch.optim.AdamW(
             parameters, lr=0.0, betas=schedule.betas, weight_decay=schedule.weight_decay, fused=is_fused or None

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.section import Checkpointing
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 HEAD_CHUNK = 2**26
@@ -114,26 +115,42 @@ def layer_bytes_per_token(shape: ModelShape, element_bytes: int, *, repeats_keys
 
 
 def activation_bytes(
-    shape: ModelShape, num_tokens: int, element_bytes: int, *, checkpointing: bool, takes_rows: bool
+    shape: ModelShape, num_tokens: int, element_bytes: int, *, checkpointing: Checkpointing, takes_rows: bool
 ) -> int:
     """Return the peak of the activations of one forward and backward pass over a row of ``num_tokens``.
 
     ``takes_rows`` is flash attention, which does not repeat keys and values. With gradient checkpointing a layer keeps
-    its input only, and one layer at a time is computed again. The embedding and the last norm keep ``(4 + 2.5 e) C``
-    per token; the backward pass needs two tensors of width I, or 9 e C in the last norm.
+    its input only, or with the selective one also what products and attention return, and one layer at a time is
+    computed again. The embedding and the last norm keep ``(4 + 2.5 e) C`` per token; the backward pass needs two
+    tensors of width I, or 9 e C in the last norm.
     """
     e, recomputed = element_bytes, 0
     if checkpointing:
-        recomputed = recomputed_bytes(shape, num_tokens, e, takes_rows=takes_rows)
-        kept = shape.num_layers * e * shape.hidden_size
+        recomputed = recomputed_bytes(shape, num_tokens, e, checkpointing=checkpointing, takes_rows=takes_rows)
+        products = selected_bytes_per_token(shape, e) if checkpointing == "selective" else 0
+        kept = shape.num_layers * (e * shape.hidden_size + products)
     else:
         kept = shape.num_layers * layer_bytes_per_token(shape, e, repeats_keys=False) + _work_per_token(shape, e)
     return recomputed + num_tokens * (kept + (8 + 5 * e) * shape.hidden_size // 2)
 
 
-def recomputed_bytes(shape: ModelShape, num_tokens: int, element_bytes: int, *, takes_rows: bool) -> int:
+def selected_bytes_per_token(shape: ModelShape, element_bytes: int) -> int:
+    """Return the bytes per token that selective checkpointing keeps of a layer beside its input.
+
+    Products return queries, keys, values, two tensors of width I and two of width C; attention returns its output and
+    a log-sum per head.
+    """
+    widths = 2 * (shape.attention_size + shape.kv_size + shape.intermediate_size + shape.hidden_size)
+    return element_bytes * widths + 4 * shape.num_heads
+
+
+def recomputed_bytes(
+    shape: ModelShape, num_tokens: int, element_bytes: int, *, checkpointing: Checkpointing, takes_rows: bool
+) -> int:
     """Return the part of ``activation_bytes`` of the one layer that gradient checkpointing computes again."""
     layer = layer_bytes_per_token(shape, element_bytes, repeats_keys=not takes_rows)
+    if checkpointing == "selective":  # these are kept, and saved once
+        layer -= element_bytes * (shape.attention_size + 2 * shape.intermediate_size) + 4 * shape.num_heads
     return num_tokens * (layer + _work_per_token(shape, element_bytes))
 
 
@@ -152,7 +169,13 @@ def head_bytes(shape: ModelShape, num_targets: int, element_bytes: int) -> int:
 
 
 def pass_parts(
-    shape: ModelShape, num_tokens: int, num_targets: int, element_bytes: int, *, checkpointing: bool, takes_rows: bool
+    shape: ModelShape,
+    num_tokens: int,
+    num_targets: int,
+    element_bytes: int,
+    *,
+    checkpointing: Checkpointing,
+    takes_rows: bool,
 ) -> Parts:
     """Return the peak of a policy's forward and backward pass over a row.
 
@@ -161,7 +184,7 @@ def pass_parts(
     """
     head, shared = head_bytes(shape, num_targets, element_bytes), 0
     if checkpointing:
-        shared = recomputed_bytes(shape, num_tokens, element_bytes, takes_rows=takes_rows)
+        shared = recomputed_bytes(shape, num_tokens, element_bytes, checkpointing=checkpointing, takes_rows=takes_rows)
     activations = activation_bytes(shape, num_tokens, element_bytes, checkpointing=checkpointing, takes_rows=takes_rows)
     parts = {"activations": activations, "head": max(0, head - shared)}
     if (tower := shape.vision) is not None:  # its layers attend without block attention
@@ -213,9 +236,8 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
     trained = trained_parameters(shape, config, has_critic=has_critic)
     longest = config.env_runners.max_context_tokens
     tokens = max(longest, min(settings.row_tokens, _tokens_of_a_step(config)))
-    passes = pass_parts(
-        shape, tokens, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=on_gpu and e == 2
-    )
+    takes_rows = on_gpu and e == 2
+    passes = pass_parts(shape, tokens, tokens, e, checkpointing=settings.gradient_checkpointing, takes_rows=takes_rows)
     activations = passes["activations"]
     policy = engine_state(shape.num_parameters + adapters, trained["policy"], settings, e)
     resting = {f"policy {name}": size for name, size in policy.resting.items()}
@@ -226,7 +248,9 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
     if config.training.kl_coeff > 0 and lora is None:
         share = max(1, settings.num_learners) if settings.stage == 3 else 1
         weights = e * shape.num_parameters // share
-        forward = {"activations": activations // 2 if not settings.gradient_checkpointing else activations}
+        forward = {"activations": activations // 2}
+        if settings.gradient_checkpointing:  # it keeps no layer
+            forward["activations"] = activation_bytes(shape, tokens, e, checkpointing=True, takes_rows=takes_rows)
         forward["head"] = 8 * min(HEAD_CHUNK, tokens * shape.vocab_size)
         if settings.stage == 3:
             forward["gathered weights"] = e * min(shape.num_parameters, _MAX_LIVE_ELEMENTS)

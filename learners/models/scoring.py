@@ -59,6 +59,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers.utils import logging
 
 from learners.deepspeed.deepspeed_engine import num_elements
@@ -70,9 +71,21 @@ from ragr1_actors.core.models.model_files import ADVICE, LOAD_ERRORS, check_code
 from ragr1_actors.core.models.process_memory import limit_kernel_caches
 from ragr1_actors.core.models.vision import reads_images
 from ragr1_actors.core.models.vision_inputs import VisionInputs
+from ragr1_actors.core.section import Checkpointing
 
 _CHANGED_LOGITS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_mup_width_multiplier")
 """Names in configurations of what a model does to its logits that is not one factor, or not one that is known here."""
+
+_KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
+"""Operations that selective checkpointing does not compute again (Korthikanti et al., arXiv:2205.05198, keep less)."""
 
 
 class TokenOutputs(NamedTuple):
@@ -90,7 +103,7 @@ class PolicyModel(nn.Module):
         policy_dir: Path,
         dtype: torch.dtype,
         temperature: float,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: Checkpointing = False,
         trust_remote_code: bool = False,
     ) -> None:
         """Load a Hugging Face folder; logits are divided by ``temperature``, the sampling temperature."""
@@ -112,7 +125,11 @@ class ValueModel(nn.Module):
     """Backbone of the policy with a scalar head: the expected return before every MODEL token."""
 
     def __init__(
-        self, policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool, trust_remote_code: bool = False
+        self,
+        policy_dir: Path,
+        dtype: torch.dtype,
+        gradient_checkpointing: Checkpointing,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the backbone of a Hugging Face folder; the head is zero, so every value starts at 0."""
         super().__init__()
@@ -133,7 +150,10 @@ class ValueModel(nn.Module):
 
 
 def load_causal_lm(
-    policy_dir: Path, dtype: torch.dtype, gradient_checkpointing: bool = False, trust_remote_code: bool = False
+    policy_dir: Path,
+    dtype: torch.dtype,
+    gradient_checkpointing: Checkpointing = False,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load a Hugging Face folder with packed attention and without dropout.
 
@@ -172,7 +192,9 @@ def load_causal_lm(
     _check_supported(policy_dir, model.config.get_text_config().to_dict())
     model.eval()
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        selects = {"context_fn": partial(create_selective_checkpoint_contexts, _KEPT)}
+        settings = {"use_reentrant": False, **(selects if gradient_checkpointing == "selective" else {})}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         model.train()  # transformers checkpoints in training mode only
         for module in model.modules():
             if isinstance(module, nn.Dropout):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from ragr1_actors.core.section import LabelSelector, Section
+from ragr1_actors.core.section import Checkpointing, LabelSelector, Section
 from ragr1_actors.core.service_settings import AgentSettings, McpServer, named_function
 
 DEFAULT_PROMPT = (
@@ -476,8 +476,9 @@ class LearnerSettings(Section):
     micro_batch_tokens: int | None = Field(None, ge=32)
     """Token budget of one forward and backward pass per rank. Default: the largest of 16384, 8192, ... 1024 with which
     the learner fits this machine by `ragr1 plan`, or 16384 on a cluster."""
-    gradient_checkpointing: bool = False
-    """Whether the backward pass computes activations again instead of keeping them: less memory, a third more time."""
+    gradient_checkpointing: Checkpointing = False
+    """Whether the backward pass computes activations again instead of keeping them: less memory, a third more time.
+    ``selective`` (not with ``zero_stage`` 3) keeps what matrix products and attention return: the rest costs little."""
     offload: list[Literal["optimizer", "params", "reference", "critic"]] = []
     """Parts kept in the host's memory: ``optimizer`` (states and step; ``zero_stage`` 1 to 3) and ``params``
     (``zero_stage`` 3) always, ``reference`` and ``critic`` between their uses."""
@@ -540,8 +541,7 @@ class FaultToleranceSettings(Section):
     restarted. So is a learner rank whose update makes no progress for twice as long and three times its longest
     step."""
     hedge_factor: float = Field(4, ge=0)
-    """Multiple of the median time after which a group is also sampled by an idle env runner; the first result counts. 0
-    turns it off."""
+    """Multiple of the median time after which an idle runner samples a group too; the first result counts. 0: off."""
     storage_retry_s: float = Field(120, ge=0)
     """Seconds for which a failed call to the storage of a run directory at a URI is repeated before the run ends."""
     stale_groups: Literal["wait", "drop"] = "wait"

@@ -226,6 +226,12 @@ def _check_settings(config: RunConfig) -> None:
             f"environment.prompt: got {shortened(repr(prompt))}, expected {{question}} in it, where a task's question "
             "is put; without it the policy would never see what to answer"
         )
+    if config.learners.gradient_checkpointing == "selective" and config.learners.stage == 3:
+        raise ConfigError(
+            "learners.gradient_checkpointing: got selective with learners.zero_stage=3, expected true or "
+            "learners.zero_stage=0, 1 or 2: DeepSpeed gathers weights within a layer, which torch's selective "
+            "checkpointing does not accept"
+        )
     _check_offload(config)
     _check_autoscaling(config)
     check_transport(config)
@@ -238,8 +244,9 @@ def _check_offload(config: RunConfig) -> None:
     needed = {"optimizer": (1, 2, 3), "params": (3,)}
     for name, stages in needed.items():
         if name in learners.offload and learners.stage not in stages:
+            source = ", its default here" if learners.zero_stage is None else ""
             raise ConfigError(
-                f"learners.offload: got {name} with learners.zero_stage={learners.stage}, expected "
+                f"learners.offload: got {name} with learners.zero_stage={learners.stage}{source}, expected "
                 f"learners.zero_stage={' or '.join(map(str, stages))}: it is ZeRO that moves them"
             )
     if "reference" in learners.offload and learners.lora is not None:

@@ -1,10 +1,10 @@
-"""Section: base of all groups of keys and of all parts' options; and the type of label selectors."""
+"""Section: base of all groups of keys and of all parts' options; and types of values."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -25,6 +25,8 @@ def _check_labels(label_selector: dict[str, str]) -> dict[str, str]:
 
 
 LabelSelector = Annotated[dict[str, str], AfterValidator(_check_labels)]
+Checkpointing = Literal[False, True, "selective"]
+"""Values of ``learners.gradient_checkpointing``."""
 
 
 class Section(BaseModel):

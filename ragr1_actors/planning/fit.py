@@ -173,7 +173,9 @@ def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iter
     while tokens > max_context_tokens:
         tokens = max(tokens // 2, max_context_tokens)
         yield "learners.micro_batch_tokens", tokens
-    if not learners.gradient_checkpointing:
+    if not learners.gradient_checkpointing and learners.stage < 3:
+        yield "learners.gradient_checkpointing", "selective"
+    if learners.gradient_checkpointing is not True:
         yield "learners.gradient_checkpointing", True
     if not learners.num_gpus_per_learner:
         return  # the rest moves bytes from a GPU to the host, or to another machine

@@ -529,11 +529,13 @@ class _Run:
         return self._num_trajectories() / self.num_runners * each_s
 
     def _learning_s(self, gpu: Gpu) -> float:
-        """Return the seconds of three forward passes per step and model, one more with checkpointing, and of
-        scoring."""
+        """Return the seconds of three forward passes per step and model, and of scoring.
+
+        Gradient checkpointing makes another forward pass; the selective one makes no product again.
+        """
         training = self.config.training
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
-        passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing else 3)
+        passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing is True else 3)
         scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
         total = passes * (1 + self.has_critic) + scoring
         return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)

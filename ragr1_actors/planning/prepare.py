@@ -29,7 +29,7 @@ from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.disk.digests import write_list
 from ragr1_actors.core.disk.files import POLICY, POLICY_FILES, write_folder
 from ragr1_actors.core.disk.folders import on_this_node
-from ragr1_actors.core.errors import DataError, FleetError
+from ragr1_actors.core.errors import DataError, FleetError, shortened
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, STATIC, load_object, named_folder, path_of
 from ragr1_actors.core.types import FinishReason, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.plan import corpus_of
@@ -336,8 +336,11 @@ def learnable(groups: list[TrajectoryGroup], *, only_correct: bool) -> tuple[lis
     num_wrong = len(groups) - num_failed - len(kept)
     if num_wrong:
         if not kept:
+            wrong = next(t for group in groups for t in group.trajectories if not t.stop_reason.is_failure)
             raise DataError(
-                f"sft.demonstrations: none of {num_wrong} demonstrations ends with a right answer when it is played; "
+                f"sft.demonstrations: none of {num_wrong} demonstrations ends with a right answer when it is played: "
+                f'{shortened(wrong.task.question)} is answered with "{wrong.answer or ""}", and its gold answers are '
+                f"{', '.join(wrong.task.golden_answers)}; gold answers must be of the same form, and "
                 "environment.max_turns and retrieval must allow the teacher's searches"
             )
         logger.warning(

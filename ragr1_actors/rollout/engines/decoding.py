@@ -102,6 +102,12 @@ class RowCache(Cache):
                 used = layer[:, :, :, :length]
                 used[:, [row_a, row_b]] = used[:, [row_b, row_a]]
 
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` columns of a row to another."""
+        if length:
+            for layer in self._data:
+                layer[:, target, :, :length] = layer[:, source, :, :length]
+
     def select(self, rows: slice | Tensor, positions: Tensor, length: int) -> None:
         """Select ``rows``, ``[n]``, of the next forward pass, which reads ``length`` columns, a slice without a copy.
 

@@ -5,15 +5,18 @@ One loop serves all requests. Each pass is a prefill of the waiting requests or 
     generate() ──► waiting ──prefill──► active ──decode──► active ... ──stop/length──► idle (cache kept) ──► generate()
 
 In the rows of the cache, active trajectories come before idle ones, which wait for their documents. The next turn of a
-trajectory computes only the tokens that are not cached yet.
+trajectory computes only the tokens that are not cached yet. A new trajectory copies the beginning that it has in common
+with another one from the row of that one: one trajectory of a group computes the prompt, and the others wait a pass.
 """
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,7 @@ class TransformersEngine:
         self._resident: list[Session] = []  # index is the row
         self._num_active = 0
         self._waiting: list[Session] = []
+        self._has_postponed = False  # some wait for a prefix that the last prefill has computed
         self._loop_task: asyncio.Task[None] | None = None
         self._received: set[str] = set()  # names received in the started update
         self._adapters: dict[str, Tensor] = {}
@@ -178,11 +182,8 @@ class TransformersEngine:
             raise EngineError(f"request {request_id!r} is being generated already; one turn at a time")
         images, session.shown = session.shown, ()
         session.num_cached = _common_prefix(session.tokens[: session.num_cached], prompt_token_ids)
-        # other images may have the same placeholders
-        if session.images != images:
-            changed = {*session.images} ^ {*images}
-            session.num_cached = min([session.num_cached, *(one.start for one in changed)])
-            session.images = images
+        session.num_cached = _before_other_images(session.num_cached, session.images, images)
+        session.images = images
         # At least one token is computed, since the logits of the last one are needed
         session.num_cached = min(session.num_cached, len(prompt_token_ids) - 1)
         session.tokens = list(prompt_token_ids)
@@ -295,7 +296,8 @@ class TransformersEngine:
                     continue
                 # A large prefill is more efficient; if few rows are active, little decoding waits for it
                 is_full = self._num_active == len(self._resident) >= self._max_rows
-                if self._waiting and (len(self._waiting) * 4 >= self._num_active or is_full):
+                pays = self._has_postponed or is_full or len(self._waiting) * 4 >= self._num_active
+                if self._waiting and pays:
                     self._prefill()
                 else:
                     self._decode()
@@ -346,17 +348,30 @@ class TransformersEngine:
         """Compute the uncached tokens of the waiting requests, and sample their first tokens."""
         batch: list[Session] = []
         longest = 0
+        copies: list[tuple[int, int, int]] = []
+        known, pending = _Beginnings(self._resident), _Beginnings([])
+        self._has_postponed = False
         for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
             if not self._find_row(session):
                 continue  # a later one may have its row already
+            if not session.num_cached:
+                source, session.num_cached = known.longest(session)
+                copies.append((source, session.row, session.num_cached))
             num_new = len(session.tokens) - session.num_cached
+            if pending.longest(session)[1] - session.num_cached > num_new // 2:
+                self._has_postponed = True
+                continue
             if batch and max(longest, num_new) * (len(batch) + 1) > PREFILL_TOKENS:
                 break
             longest = max(longest, num_new)
             batch.append(session)
+            pending.add(session, len(session.tokens))
         if not batch:  # no row is free: let the active ones finish
             self._decode()
             return
+        self._cache.reserve(len(self._resident), max(len(session.tokens) for session in batch))
+        for copied in copies:
+            self._cache.copy(*copied)
         chosen = {id(session) for session in batch}
         self._waiting = [session for session in self._waiting if id(session) not in chosen]
         self._forward(batch, torch.tensor([session.row for session in batch], device=self._device), longest)
@@ -464,6 +479,37 @@ class TransformersEngine:
         if session.future is not None and not session.future.done():
             session.future.set_result(Completion(token_ids, session.logprobs, session.versions, text, reason))
         session.future = None
+
+
+class _Beginnings:
+    """Beginnings of sessions, sorted, so that the one with which another has most tokens in common is beside it."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        """Take what is cached of sessions."""
+        self._sorted: list[tuple[list[int], int, Session]] = []
+        for session in sessions:
+            self.add(session, session.num_cached)
+
+    def add(self, session: Session, length: int) -> None:
+        """Take the first ``length`` tokens of a session."""
+        if length:
+            insort(self._sorted, (session.tokens[:length], id(session), session))
+
+    def longest(self, session: Session) -> tuple[int, int]:
+        """Return the row with which a session has most tokens in common, and their number; its last one is no part."""
+        tokens = session.tokens[:-1]
+        at = bisect(self._sorted, (tokens,))
+        found = [(session.row, 0)]
+        for known, _, other in self._sorted[max(0, at - 1) : at + 1]:
+            if other.row >= 0:  # else its row was taken
+                length = _common_prefix(known, tokens)
+                found.append((other.row, _before_other_images(length, session.images, other.images)))
+        return max(found, key=itemgetter(1))
+
+
+def _before_other_images(length: int, images: Sequence[PlacedImage], others: Sequence[PlacedImage]) -> int:
+    """Return the number of the first ``length`` tokens with the same images: others may have the same placeholders."""
+    return length if images == others else min([length, *(one.start for one in {*images} ^ {*others})])
 
 
 def _common_prefix(old: Sequence[int], new: Sequence[int]) -> int:
