@@ -74,6 +74,23 @@ async def test_what_prompts_have_in_common_is_computed_once(
 
 
 @pytest.mark.engine
+async def test_what_turns_have_in_common_is_computed_once(policy_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(policy_dir, GROUP_SIZE, monkeypatch)
+    names = [f"{one}" for one in range(GROUP_SIZE)]
+    await asyncio.gather(*(counted.ask(name, PROMPTS[0]) for name in names))
+    counted.num_computed = 0
+    document = [*PROMPTS[0], 9, *range(100, 160)]  # of the same search of all but one, who has searched for nothing
+    found = await asyncio.gather(
+        *(counted.ask(name, document) for name in names[1:]), counted.ask("0", [*PROMPTS[0], 8])
+    )
+    assert counted.num_computed == (1 + 60) + 6 * 1 + 1
+    assert np.ptp(found[:-1]) < 1e-4
+    counted.num_computed = 0
+    assert abs(await counted.ask("0", document) - found[0]) < 1e-4
+    assert counted.num_computed == 1
+
+
+@pytest.mark.engine
 async def test_those_that_wait_for_a_prompt_begin_in_the_next_pass(
     policy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

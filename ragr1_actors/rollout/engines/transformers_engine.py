@@ -5,8 +5,8 @@ One loop serves all requests. Each pass is a prefill of the waiting requests or 
     generate() ──► waiting ──prefill──► active ──decode──► active ... ──stop/length──► idle (cache kept) ──► generate()
 
 In the rows of the cache, active trajectories come before idle ones, which wait for their documents. The next turn of a
-trajectory computes only the tokens that are not cached yet. A new trajectory copies the beginning that it has in common
-with another one from the row of that one: one trajectory of a group computes the prompt, and the others wait a pass.
+trajectory computes only the tokens that are not cached yet. What it has in common with another one it copies from the
+row of that one: one trajectory of a group computes the prompt, and the others wait a pass.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from ragr1_actors.rollout.engines.decoding import GROUPED_ATTENTION, RowCache, s
 
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""
+WORTH_SHARING = 32
+"""New tokens of a request from which on it is found out whether another one has them, which takes a millisecond."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -98,6 +100,11 @@ class Session:
     on_text: OnText | None = None
     turn_text: TurnText | None = None
     """Text of the turn; None without ``on_text``."""
+
+    @property
+    def num_new(self) -> int:
+        """Number of tokens to compute."""
+        return len(self.tokens) - self.num_cached
 
     @property
     def seed(self) -> int:
@@ -345,40 +352,49 @@ class TransformersEngine:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> None:
-        """Compute the uncached tokens of the waiting requests, and sample their first tokens."""
+        """Compute the uncached tokens of waiting requests, and sample their first tokens."""
+        batch = self._choose()
+        if not batch:  # no row is free: let the active ones finish
+            self._decode()
+            return
+        chosen = {id(session) for session in batch}
+        self._waiting = [session for session in self._waiting if id(session) not in chosen]
+        longest = max(session.num_new for session in batch)
+        self._forward(batch, torch.tensor([session.row for session in batch], device=self._device), longest)
+        for session in batch:
+            if session.future is not None:
+                self._swap(session.row, self._num_active)
+                self._num_active += 1
+
+    def _choose(self) -> list[Session]:
+        """Return waiting requests for one pass. What others have of their tokens is copied to their rows."""
         batch: list[Session] = []
-        longest = 0
         copies: list[tuple[int, int, int]] = []
-        known, pending = _Beginnings(self._resident), _Beginnings([])
-        self._has_postponed = False
-        for session in sorted(self._waiting, key=lambda s: len(s.tokens) - s.num_cached):
+        longest, self._has_postponed = 0, False
+        ordered = sorted(self._waiting, key=lambda session: session.num_new)
+        known = _Beginnings(self._resident if ordered[-1].num_new > WORTH_SHARING else [])
+        pending = _Beginnings([])
+        for session in ordered:
             if not self._find_row(session):
                 continue  # a later one may have its row already
-            if not session.num_cached:
-                source, session.num_cached = known.longest(session)
-                copies.append((source, session.row, session.num_cached))
-            num_new = len(session.tokens) - session.num_cached
-            if pending.longest(session)[1] - session.num_cached > num_new // 2:
+            source, length = known.longest(session)
+            if length > session.num_cached:
+                session.num_cached = length
+                copies.append((source, session.row, length))
+            num_new = session.num_new
+            if num_new > WORTH_SHARING and pending.longest(session)[1] - session.num_cached > num_new // 2:
                 self._has_postponed = True
                 continue
             if batch and max(longest, num_new) * (len(batch) + 1) > PREFILL_TOKENS:
                 break
             longest = max(longest, num_new)
             batch.append(session)
-            pending.add(session, len(session.tokens))
-        if not batch:  # no row is free: let the active ones finish
-            self._decode()
-            return
-        self._cache.reserve(len(self._resident), max(len(session.tokens) for session in batch))
+            pending.add(session, len(session.tokens) if num_new > WORTH_SHARING else 0)
+        if copies:
+            self._cache.reserve(len(self._resident), max(length for *_, length in copies))
         for copied in copies:
             self._cache.copy(*copied)
-        chosen = {id(session) for session in batch}
-        self._waiting = [session for session in self._waiting if id(session) not in chosen]
-        self._forward(batch, torch.tensor([session.row for session in batch], device=self._device), longest)
-        for session in batch:
-            if session.future is not None:
-                self._swap(session.row, self._num_active)
-                self._num_active += 1
+        return batch
 
     def _decode(self) -> None:
         """Sample one token for every active trajectory."""
@@ -397,7 +413,7 @@ class TransformersEngine:
         positions = np.full((len(sessions), num_new), -1, dtype=np.int64)
         starts = [session.num_cached for session in sessions]
         for i, session in enumerate(sessions):
-            new = len(session.tokens) - session.num_cached
+            new = session.num_new
             input_ids[i, num_new - new :] = session.tokens[session.num_cached :]
             positions[i, num_new - new :] = np.arange(session.num_cached, len(session.tokens))
             session.num_cached = len(session.tokens)
