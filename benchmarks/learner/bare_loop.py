@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.learner.bare_loop ours|selective|lean|bare DIR DTYPE`` is one side of ``update_memory`` in a
 process apart. It prints the bytes by which a policy and two updates raised the peak of the process's memory above what
-it held before. ``selective`` and ``lean`` are our learner with gradient checkpointing, the former with the selective.
+it held before. ``selective`` and ``lean`` are our learner with ``learners.gradient_checkpointing``, selective and true.
 """
 
 from __future__ import annotations

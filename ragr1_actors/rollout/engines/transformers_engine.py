@@ -41,7 +41,7 @@ from ragr1_actors.rollout.engines.decoding import GROUPED_ATTENTION, RowCache, s
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""
 WORTH_SHARING = 32
-"""New tokens of a request from which on it is found out whether another one has them, which takes a millisecond."""
+"""If no waiting request has more new tokens, none is compared with others: that takes 20 µs of CPU per request."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -161,7 +161,7 @@ class TransformersEngine:
         self._resident: list[Session] = []  # index is the row
         self._num_active = 0
         self._waiting: list[Session] = []
-        self._has_postponed = False  # some wait for a prefix that the last prefill has computed
+        self._has_postponed = False  # whether some wait for a prefix that the last prefill has computed
         self._loop_task: asyncio.Task[None] | None = None
         self._received: set[str] = set()  # names received in the started update
         self._adapters: dict[str, Tensor] = {}
