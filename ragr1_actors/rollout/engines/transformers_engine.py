@@ -41,7 +41,7 @@ from ragr1_actors.rollout.engines.decoding import GROUPED_ATTENTION, RowCache, s
 PREFILL_TOKENS = 8192
 """Limit of padded tokens in one prefill pass."""
 WORTH_SHARING = 32
-"""If no waiting request has more new tokens, none is compared with others: that takes 20 µs of CPU per request."""
+"""New tokens of a request from which requests are compared. A comparison takes 20 µs of CPU per request."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
