@@ -419,7 +419,9 @@ _PYTHON = BracketFamily(
     *("(", "[", "\"'", _PYTHON_START.match, _read_python),
     lambda block, left: _PYTHON_TAG.sub("", left).replace(" ", "").strip() in ("]", ",]"),
 )
-_MISTRAL = BracketFamily("{", "[", '"', re.compile(r"()\[TOOL_CALLS\]").search, _read_mistral, _is_end_of_mistral)
+_MISTRAL = BracketFamily(
+    "{", "[", '"', re.compile("()" + re.escape(_MISTRAL_START)).search, _read_mistral, _is_end_of_mistral
+)
 
 GRAMMARS: dict[GrammarName, Grammar] = {
     "hermes": Grammar(
