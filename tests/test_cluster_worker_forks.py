@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -51,6 +52,10 @@ if sys.argv[1] == "signal":
 IMPORTED = ["torch", "transformers", "ray"]
 
 
+def _limit_files(count: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 class Server:
     """A driver with its server."""
 
@@ -64,6 +69,7 @@ class Server:
             stdout=subprocess.PIPE,
             env={**self.environment, "DRIVERS": "b"},
             text=True,
+            preexec_fn=lambda: _limit_files(256),
         )
         assert self.driver.stdout is not None
         self.client = shlex.split(self.driver.stdout.readline())
@@ -147,6 +153,31 @@ def test_a_worker_ends_with_its_client(server: Server, tmp_path: Path, run: Call
     os.kill(workers[1].pid, signal.SIGKILL)
     clients[1].communicate()
     assert clients[1].returncode == -signal.SIGKILL
+
+
+LIMITS = """
+import resource, sys
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], open("/proc/self/oom_score_adj").read(), end="", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fork_has_the_limits_that_its_client_got(server: Server, tmp_path: Path) -> None:
+    """The kernel kills the worker with most memory, and not one of its clients after another."""
+    (script := tmp_path / "limits.py").write_text(LIMITS)
+
+    def limit() -> None:
+        _limit_files(300)
+        Path("/proc/self/oom_score_adj").write_text("700")  # as the raylet does
+
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(server.command(script), env=server.environment, preexec_fn=limit, **pipes) as client:
+        assert client.stdout is not None and client.stdout.readline() == "300 700\n"
+        scores = [Path(f"/proc/{process}/oom_score_adj").read_text() for process in (client.pid, server.process.pid)]
+        assert scores[0] == scores[1] != "700\n"
+        client.communicate("")
+    soft, hard = server.process.rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard  # it has two descriptors per worker
 
 
 @pytest.mark.parametrize("setting", ["PYTHONPATH", "RAY_AUTH_TOKEN", "RAY_NEW"])
