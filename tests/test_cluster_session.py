@@ -89,6 +89,17 @@ def test_actors_may_share_the_cores_of_a_small_machine_and_gpus_that_are_not_the
     assert "there is room" not in printed
 
 
+def test_a_python_that_ray_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a blank in its path, no worker starts, and ``ray.init`` waits without end."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it would hang"))
+    (path := tmp_path / "my project" / "python").parent.mkdir()
+    path.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(path))
+    with pytest.raises(UserError, match=f"^got a Python at {path}, expected a path without blanks"), ray_session():
+        pass
+
+
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise Exception("The current node timed out\nduring startup.")  # as Ray does

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -62,7 +63,8 @@ def ray_session(num_cpus: float = 0.0, *, forks_workers: bool = False) -> Iterat
             and the modules of the fleets: ``worker_forks``.
 
     Raises:
-        UserError: the cluster does not answer, refuses the token or has other versions.
+        UserError: the cluster does not answer, refuses the token or has other versions; or no local session can run
+            the Python of this process.
         FleetError: the local session did not start.
     """
     if ray.is_initialized():
@@ -142,6 +144,7 @@ def _connect(address: str | None, num_cpus: float, folder: str, forks_workers: b
             _check_head(address)
             ray.init(address=address, **common)
         else:
+            _check_python()
             _give_token()
             python_path = worker_forks.python_path()
             runtime_env: dict[str, Any] = {"env_vars": {"PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"}}
@@ -200,6 +203,15 @@ def _check_head(address: str) -> None:
         raise ConnectionError(str(error)) from error
     except RpcError as error:
         raise ConnectionError(f"what listens there is no Ray head: {error}") from error
+
+
+def _check_python() -> None:
+    """Refuse a Python that Ray cannot start: its shell splits the path at blanks, and no worker ever registers."""
+    if shlex.quote(sys.executable) != sys.executable:
+        raise UserError(
+            f"got a Python at {sys.executable}, expected a path without blanks, quotes and brackets, as Ray cannot "
+            "start its workers with this one; make the environment in another folder"
+        )
 
 
 def _give_token() -> None:
