@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import selectors
 import shlex
 import signal
 import socket
@@ -216,6 +217,35 @@ def test_a_client_that_ends_before_its_request_ends_nothing(server: Server, run:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(bytes.fromhex(server.client[-1]))
     assert run("exit", "0")[0]["imported"] == IMPORTED
+
+
+def test_a_descriptor_that_the_next_client_gets_is_not_taken_for_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = []
+    (driver, driver_end), (first, first_end), (second, second_end) = (os.pipe() for _ in range(3))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, os.fdopen(driver) as stdin:
+        listener.bind("")
+        listener.listen()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        server = worker_forks._Server(listener)
+
+        def reuse() -> None:
+            for ended in (first, second):
+                server._selector.unregister(ended)
+            server._selector.register(second, selectors.EVENT_READ, lambda: called.append("new"))
+            os.close(driver_end)
+
+        server._selector.register(first, selectors.EVENT_READ, reuse)
+        server._selector.register(second, selectors.EVENT_READ, lambda: called.append("old"))
+        os.close(first_end)  # both end before the server looks
+        os.close(second_end)
+        with pytest.raises(SystemExit):
+            server.run()
+    server._selector.close()
+    os.close(first)
+    os.close(second)
+    assert "old" not in called
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")

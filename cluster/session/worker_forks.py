@@ -214,7 +214,8 @@ class _Server:
             if any(key.fileobj is sys.stdin for key, _ in ready):
                 sys.exit()
             for key, _ in ready:
-                is_open = key.fd in self._selector.get_map()  # a worker and its client may end at the same time
+                # a worker and its client may end at the same time, and the next client get a descriptor of theirs
+                is_open = self._selector.get_map().get(key.fd) == key
                 request: _Request | None = key.data() if is_open else None
                 if request:
                     return request
