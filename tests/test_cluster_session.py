@@ -89,6 +89,34 @@ def test_actors_may_share_the_cores_of_a_small_machine_and_gpus_that_are_not_the
     assert "there is room" not in printed
 
 
+SESSION = """
+from cluster.session.ray_session import ray_session
+from ragr1_actors.core.errors import UserError
+try:
+    with ray_session():
+        print("started")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_python_that_ray_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a blank in its path, no worker starts, and ``ray.init`` waits without end."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it would hang"))
+    (path := tmp_path / "my project" / "python").parent.mkdir()
+    path.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(path))
+    with pytest.raises(UserError, match=f"^got a Python at {path}, expected a path without blanks"), ray_session():
+        pass
+
+
+def test_a_limit_of_files_that_is_too_low_for_ray_is_one_sentence() -> None:
+    """The raylet would stop to answer, and after a minute the machine would be blamed."""
+    script = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))" + SESSION
+    assert run_python(script).startswith("got a limit of 64 open files, expected at least 128")
+
+
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise Exception("The current node timed out\nduring startup.")  # as Ray does

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import selectors
 import shlex
 import signal
 import socket
@@ -51,6 +53,10 @@ if sys.argv[1] == "signal":
 IMPORTED = ["torch", "transformers", "ray"]
 
 
+def _limit_files(count: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
 class Server:
     """A driver with its server."""
 
@@ -64,6 +70,7 @@ class Server:
             stdout=subprocess.PIPE,
             env={**self.environment, "DRIVERS": "b"},
             text=True,
+            preexec_fn=lambda: _limit_files(256),
         )
         assert self.driver.stdout is not None
         self.client = shlex.split(self.driver.stdout.readline())
@@ -149,6 +156,31 @@ def test_a_worker_ends_with_its_client(server: Server, tmp_path: Path, run: Call
     assert clients[1].returncode == -signal.SIGKILL
 
 
+LIMITS = """
+import resource, sys
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], open("/proc/self/oom_score_adj").read(), end="", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fork_has_the_limits_that_its_client_got(server: Server, tmp_path: Path) -> None:
+    """The kernel kills the worker with most memory, and not one of its clients after another."""
+    (script := tmp_path / "limits.py").write_text(LIMITS)
+
+    def limit() -> None:
+        _limit_files(300)
+        Path("/proc/self/oom_score_adj").write_text("700")  # as the raylet does
+
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(server.command(script), env=server.environment, preexec_fn=limit, **pipes) as client:
+        assert client.stdout is not None and client.stdout.readline() == "300 700\n"
+        scores = [Path(f"/proc/{process}/oom_score_adj").read_text() for process in (client.pid, server.process.pid)]
+        assert scores[0] == scores[1] != "700\n"
+        client.communicate("")
+    soft, hard = server.process.rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard  # it has two descriptors per worker
+
+
 @pytest.mark.parametrize("setting", ["PYTHONPATH", "RAY_AUTH_TOKEN", "RAY_NEW"])
 def test_a_worker_whose_imports_would_read_other_settings_is_a_new_process(run: Callable, setting: str) -> None:
     assert run("exit", "0")[0]["imported"] == IMPORTED
@@ -185,6 +217,35 @@ def test_a_client_that_ends_before_its_request_ends_nothing(server: Server, run:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(bytes.fromhex(server.client[-1]))
     assert run("exit", "0")[0]["imported"] == IMPORTED
+
+
+def test_a_descriptor_that_the_next_client_gets_is_not_taken_for_the_one_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called = []
+    (driver, driver_end), (first, first_end), (second, second_end) = (os.pipe() for _ in range(3))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, os.fdopen(driver) as stdin:
+        listener.bind("")
+        listener.listen()
+        monkeypatch.setattr(sys, "stdin", stdin)
+        server = worker_forks._Server(listener)
+
+        def reuse() -> None:
+            for ended in (first, second):
+                server._selector.unregister(ended)
+            server._selector.register(second, selectors.EVENT_READ, lambda: called.append("new"))
+            os.close(driver_end)
+
+        server._selector.register(first, selectors.EVENT_READ, reuse)
+        server._selector.register(second, selectors.EVENT_READ, lambda: called.append("old"))
+        os.close(first_end)  # both end before the server looks
+        os.close(second_end)
+        with pytest.raises(SystemExit):
+            server.run()
+    server._selector.close()
+    os.close(first)
+    os.close(second)
+    assert "old" not in called
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")

@@ -160,7 +160,10 @@ def test_tasks_that_were_given_up_are_in_the_report(files: Path, tmp_path: Path)
         assert re.fullmatch(rf"{re.escape(__file__)}, line \d+: LookupError: no such shelf", failed.error)
     assert read_report(tmp_path / "run").failed_tasks == report.failed_tasks
     printed = io.StringIO()
-    TrainingRun(config, tmp_path / "run", Console(file=printed, width=300)).describe_end(report)
+    run_dir = (tmp_path / "run").rename(tmp_path / "run [bold] today")
+    TrainingRun(config, run_dir, Console(file=printed, width=300)).describe_end(report)
+    assert f"tensorboard --logdir '{run_dir}/tensorboard'\n" in printed.getvalue()
+    assert f"\nreport        {run_dir}/report.html\n" in printed.getvalue()
     assert (
         f"training tasks given up: {len(report.failed_tasks)}, listed in the report; the last was" in printed.getvalue()
     )

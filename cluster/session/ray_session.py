@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 _ATTEMPTS = 2
 _NODE_LOOK_S = 5.0
+_LEAST_FILES = 128
 _LOST_NODE = (
     "Ray's head has lost the node of this process, because its raylet does not answer any more: it was stopped, or the "
     "machine is overloaded; give the same command again, a training run with --resume"
@@ -62,7 +65,8 @@ def ray_session(num_cpus: float = 0.0, *, forks_workers: bool = False) -> Iterat
             and the modules of the fleets: ``worker_forks``.
 
     Raises:
-        UserError: the cluster does not answer, refuses the token or has other versions.
+        UserError: the cluster does not answer, refuses the token or has other versions; or Ray cannot start a local
+            session with the Python of this process, or with its limit of open files.
         FleetError: the local session did not start.
     """
     if ray.is_initialized():
@@ -142,6 +146,7 @@ def _connect(address: str | None, num_cpus: float, folder: str, forks_workers: b
             _check_head(address)
             ray.init(address=address, **common)
         else:
+            _check_process()
             _give_token()
             python_path = worker_forks.python_path()
             runtime_env: dict[str, Any] = {"env_vars": {"PYTHONPATH": python_path, "TOKENIZERS_PARALLELISM": "false"}}
@@ -200,6 +205,23 @@ def _check_head(address: str) -> None:
         raise ConnectionError(str(error)) from error
     except RpcError as error:
         raise ConnectionError(f"what listens there is no Ray head: {error}") from error
+
+
+def _check_process() -> None:
+    """Refuse a process with which Ray would wait for its own processes without end.
+
+    Its shell splits the path of Python at blanks. Its raylet opens 56 files, and three per actor.
+    """
+    if shlex.quote(sys.executable) != sys.executable:
+        raise UserError(
+            f"got a Python at {sys.executable}, expected a path without blanks, quotes and brackets, as Ray cannot "
+            "start its workers with this one; make the environment in another folder"
+        )
+    if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < _LEAST_FILES:
+        raise UserError(
+            f"got a limit of {most} open files, expected at least {_LEAST_FILES}, without which Ray's processes do not "
+            "answer; start it from a shell whose ulimit -Hn is higher"
+        )
 
 
 def _give_token() -> None:

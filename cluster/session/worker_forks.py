@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import json
 import os
+import resource
 import runpy
 import selectors
 import shlex
@@ -163,6 +164,8 @@ def _fork_elsewhere(address: bytes, command: list[str]) -> int | None:
 
 def _serve(listener: socket.socket) -> None:
     initial = set(os.environ)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it has two descriptors per worker
     if not sys.flags.safe_path:
         del sys.path[0]  # the folder of this module; a worker gets the folder of default_worker.py
     _import(_PRELOADED)
@@ -184,6 +187,7 @@ class _Request(NamedTuple):
     environment: dict[str, str]
     folder: str
     descriptors: list[int]
+    client: int
 
     @property
     def settings(self) -> dict[str, str]:
@@ -210,7 +214,8 @@ class _Server:
             if any(key.fileobj is sys.stdin for key, _ in ready):
                 sys.exit()
             for key, _ in ready:
-                is_open = key.fd in self._selector.get_map()  # a worker and its client may end at the same time
+                # a worker and its client may end at the same time, and the next client get a descriptor of theirs
+                is_open = self._selector.get_map().get(key.fd) == key
                 request: _Request | None = key.data() if is_open else None
                 if request:
                     return request
@@ -218,14 +223,14 @@ class _Server:
     def _accept(self) -> _Request | None:
         """Fork the worker of the next client; return its request in the worker."""
         client, _ = self._listener.accept()
-        _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        process_id, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         data, descriptors = b"", list[int]()
         if user == os.getuid():  # anyone on this machine may connect to a name outside of the file system
             data, descriptors, *_ = socket.recv_fds(client, _MAX_REQUEST_BYTES, 3)
         if not data:
             client.close()
             return None
-        request = _Request(**json.loads(data), descriptors=descriptors)
+        request = _Request(**json.loads(data), descriptors=descriptors, client=process_id)
         if not self._is_ready(request) or _num_threads() > 1:
             _close(client, *descriptors)
             return None
@@ -277,12 +282,26 @@ def _close(*opened: Any) -> None:
         os.close(each) if isinstance(each, int) else each.close()
 
 
+def _take_limits(client: int) -> None:
+    """Take the client's limit of open files, and exchange scores of the kernel's out-of-memory killer with it.
+
+    The raylet gives its workers the highest score. A client keeps none: its end would free nothing but end the worker.
+    """
+    with suppress(OSError):  # the client was killed: so is this process
+        resource.setrlimit(resource.RLIMIT_NOFILE, resource.prlimit(client, resource.RLIMIT_NOFILE))
+        own, other = (Path("/proc", str(process), "oom_score_adj") for process in (os.getpid(), client))
+        score = other.read_bytes()
+        other.write_bytes(own.read_bytes())
+        own.write_bytes(score)
+
+
 def _become_worker(request: _Request, initial: set[str]) -> None:
     """Run the command of a worker, without those ``initial`` variables of the server that the worker has not."""
     for name in initial - set(request.environment):
         del os.environ[name]
     os.environ.update(request.environment)
     os.setsid()
+    _take_limits(request.client)
     for target, descriptor in enumerate(request.descriptors):
         os.dup2(descriptor, target)
     _close(*request.descriptors)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -438,12 +439,14 @@ class TrainingRun:
         if failed := report.failed_tasks:
             told = f"training tasks given up: {len(failed):,}, listed in the report; the last was {failed[-1].task_id}"
             self._console.print(f"{told}: {failed[-1].error}", highlight=False, markup=False)
+        board = shlex.join([str(Path(command_name()).with_name("tensorboard")), "--logdir", f"{run_dir}/tensorboard"])
         self._console.print(
-            f"TensorBoard   {Path(command_name()).with_name('tensorboard')} --logdir {run_dir}/tensorboard\n"
+            f"TensorBoard   {board}\n"
             f"trajectories  {run_dir}/trajectories\n"
             f"checkpoint    {Checkpoints(self._store).latest()}\n"
             f"report        {run_dir}/report.html\n"
             f"wall time {report.wall_s:.0f} s, peak memory {report.peak_rss_bytes / 2**30:.1f} GiB",
             soft_wrap=True,
             highlight=False,
+            markup=False,
         )
