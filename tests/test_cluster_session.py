@@ -100,14 +100,22 @@ except UserError as error:
 """
 
 
-def test_a_python_that_ray_cannot_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("folder", "refused"), [("my project", True), ("Jörgs~1", False)])
+def test_a_python_that_ray_cannot_start_is_one_sentence(
+    folder: str, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """With a blank in its path, no worker starts, and ``ray.init`` waits without end."""
+
+    def init(**_: object) -> None:
+        raise UserError("Ray starts")
+
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it would hang"))
-    (path := tmp_path / "my project" / "python").parent.mkdir()
+    monkeypatch.setattr(ray, "init", init)
+    (path := tmp_path / folder / "python").parent.mkdir()
     path.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(path))
-    with pytest.raises(UserError, match=f"^got a Python at {path}, expected a path without blanks"), ray_session():
+    said = f"^got a Python at {path}, expected a path without blanks" if refused else "Ray starts"
+    with pytest.raises(UserError, match=said), ray_session():
         pass
 
 

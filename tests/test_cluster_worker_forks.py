@@ -181,6 +181,23 @@ def test_a_fork_has_the_limits_that_its_client_got(server: Server, tmp_path: Pat
     assert soft == hard  # it has two descriptors per worker
 
 
+def test_a_fork_gets_the_score_where_its_client_must_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only root may lower a score."""
+    with subprocess.Popen(["sleep", "100"]) as client:
+        scores = {str(os.getpid()): b"0", str(client.pid): b"1000"}
+
+        def write(path: Path, score: bytes) -> None:
+            if int(score) < int(scores[path.parts[2]]):
+                raise PermissionError(path)
+            scores[path.parts[2]] = score
+
+        monkeypatch.setattr(Path, "read_bytes", lambda path: scores[path.parts[2]])
+        monkeypatch.setattr(Path, "write_bytes", write)
+        worker_forks._take_limits(client.pid)
+        client.kill()
+    assert [*scores.values()] == [b"1000", b"1000"]
+
+
 @pytest.mark.parametrize("setting", ["PYTHONPATH", "RAY_AUTH_TOKEN", "RAY_NEW"])
 def test_a_worker_whose_imports_would_read_other_settings_is_a_new_process(run: Callable, setting: str) -> None:
     assert run("exit", "0")[0]["imported"] == IMPORTED

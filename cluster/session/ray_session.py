@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import resource
 import secrets
-import shlex
 import signal
 import socket
 import sys
@@ -212,7 +212,7 @@ def _check_process() -> None:
 
     Its shell splits the path of Python at blanks. Its raylet opens 56 files, and three per actor.
     """
-    if shlex.quote(sys.executable) != sys.executable:
+    if not re.fullmatch(r"[\w/.,:=@%+~-]+", sys.executable):  # shlex.quote quotes other alphabets too
         raise UserError(
             f"got a Python at {sys.executable}, expected a path without blanks, quotes and brackets, as Ray cannot "
             "start its workers with this one; make the environment in another folder"

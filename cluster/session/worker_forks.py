@@ -290,9 +290,9 @@ def _take_limits(client: int) -> None:
     with suppress(OSError):  # the client was killed: so is this process
         resource.setrlimit(resource.RLIMIT_NOFILE, resource.prlimit(client, resource.RLIMIT_NOFILE))
         own, other = (Path("/proc", str(process), "oom_score_adj") for process in (os.getpid(), client))
-        score = other.read_bytes()
-        other.write_bytes(own.read_bytes())
-        own.write_bytes(score)
+        scores = other.read_bytes(), own.read_bytes()
+        own.write_bytes(scores[0])
+        other.write_bytes(scores[1])  # only root may: it is lower
 
 
 def _become_worker(request: _Request, initial: set[str]) -> None:
