@@ -22,10 +22,11 @@ def request(index: int, **changes: Any) -> GroupRequest:
 _asked: WeakKeyDictionary[EnvRunnerGroup, list[asyncio.Task[FinishedGroup]]] = WeakKeyDictionary()
 
 
-def submit(fleet: EnvRunnerGroup, *requests: GroupRequest) -> None:
-    """Ask for groups, which go to runners that have room."""
+def submit(fleet: EnvRunnerGroup, *requests: GroupRequest, looks: bool = True) -> None:
+    """Ask for groups, which go to runners that have room: now, or when the loop runs next."""
     _asked.setdefault(fleet, []).extend(fleet.loop.begin(fleet.sample(one)) for one in requests)
-    look(fleet)
+    if looks:
+        look(fleet)
 
 
 def look(fleet: EnvRunnerGroup) -> None:

@@ -63,6 +63,16 @@ def configured(**sections: dict[str, Any]) -> SamplerConfig:
     return AlgorithmConfig(merged).freeze()
 
 
+@pytest.mark.parametrize(
+    ("retrieval", "count"),
+    [({}, 14), ({"type": "http"}, 0), ({"num_retrievers": 0}, 0), ({"type": "my_module:Mine"}, 0)],
+)
+def test_only_actors_reserve_gpus(retrieval: dict[str, Any], count: float) -> None:
+    fleet = {"num_retrievers": 3, "num_shards": 4, "num_gpus_per_retriever": 1}
+    encoders = {"num_encoders": 2, "num_gpus": 1}
+    assert reserved_gpus(configured(retrieval={**fleet, "encoders": encoders, **retrieval})) == count
+
+
 def refusal(config: SamplerConfig) -> str:
     with pytest.raises(ConfigError) as caught:
         check_gpus(config)

@@ -22,6 +22,7 @@ from ragr1_actors.planning.plan import GIB, GPUS, Machine, Plan, count_passages,
 from ragr1_actors.planning.preflight import check_room
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
+from retrieval.indexes.manifest import Manifest
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
 KILT, WIKI_18, MS_MARCO = 29_000_000, 21_015_324, 8_841_823
@@ -154,7 +155,7 @@ def test_the_quickstart_fits_this_machine() -> None:
     assert found["num_gpus"] == 0
 
 
-def test_an_index_has_the_sizes_of_its_encoder(tmp_path: Path) -> None:
+def test_an_index_has_the_sizes_of_its_encoder_and_its_type(tmp_path: Path) -> None:
     index = make_files(tmp_path) / "index"
     manifest = json.loads((index / "manifest.json").read_text())
     (index / "manifest.json").write_text(json.dumps(manifest | {"encoder": "intfloat/e5-base-v2"}))
@@ -166,6 +167,11 @@ def test_an_index_has_the_sizes_of_its_encoder(tmp_path: Path) -> None:
     own = planned(f"retrieval.index={index}")
     assert own == planned("retrieval.encoder=intfloat/e5-base-v2")
     assert own != planned("retrieval.encoder=static") == planned() == planned("retrieval.index=elsewhere")
+    (index / "manifest.json").write_text(json.dumps(manifest))
+    replace(Manifest.read(index), index_type="pq").write(index)
+    assert planned(f"retrieval.index={index}") == planned("retrieval.type=pq") != planned()
+    replace(Manifest.read(index), index_type="faiss").write(index)
+    assert planned(f"retrieval.index={index}") == planned()
 
 
 def test_the_exit_status_and_the_table() -> None:

@@ -179,7 +179,7 @@ def num_waiting(fleet: EnvRunnerGroup) -> float:
 def test_what_is_in_flight_is_finished_before_new_weights_come(
     ray_local: ModuleType, group: EnvRunnerGroup, policy_dir: Path
 ) -> None:
-    submit(group, *map(request, range(400)))
+    submit(group, *map(request, range(400)), looks=False)  # on a busy machine all would end meanwhile
     group.loop.run(group.finish_in_flight())
     num_begun = 400 - num_waiting(group)
     assert 0 < num_begun < 400

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ragr1_actors.core.config import LearnerSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.process.imports import installed_version
+from retrieval.base import needs_index
 
 RUNNER_KEY = "env_runners.num_gpus_per_env_runner"
 LEARNER_KEY = "learners.num_gpus_per_learner"
@@ -37,9 +38,10 @@ def _actors(config: SamplerConfig) -> Iterator[tuple[str, int, float]]:
     yield RUNNER_KEY, runners.num_env_runners, runners.num_gpus_per_env_runner
     if isinstance(config, RunConfig):
         yield LEARNER_KEY, config.learners.num_learners, config.learners.num_gpus_per_learner
-    num_retrievers = retrieval.num_retrievers * retrieval.num_shards
-    yield "retrieval.num_gpus_per_retriever", num_retrievers, retrieval.num_gpus_per_retriever
-    yield "retrieval.encoders.num_gpus", retrieval.encoders.num_encoders, retrieval.encoders.num_gpus
+    if needs_index(retrieval.type) and retrieval.num_retrievers:  # others search in the driver and the env runners
+        num_retrievers = retrieval.num_retrievers * retrieval.num_shards
+        yield "retrieval.num_gpus_per_retriever", num_retrievers, retrieval.num_gpus_per_retriever
+        yield "retrieval.encoders.num_gpus", retrieval.encoders.num_encoders, retrieval.encoders.num_gpus
 
 
 def check_gpus(config: SamplerConfig) -> None:
