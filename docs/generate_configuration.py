@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from envs.options import SearchOptions  # noqa: E402
+from envs.options import SearchOptions, ToolOptions  # noqa: E402
 from learners.options import OPTIONS  # noqa: E402
 from ragr1_actors.core.config import RunConfig  # noqa: E402
 from ragr1_actors.core.section import Section  # noqa: E402
@@ -85,8 +85,8 @@ def page() -> str:
         section = type(field.default)
         parts.append(f"## {name}\n\n{_prose(inspect.getdoc(section) or '')}\n\n{_model_table([section], f'{name}.')}")
     parts.append(
-        "## Options of an environment\n\nKeys of `environment.options`, for `search`, `rag` and `direct`.\n\n"
-        f"{_model_table([SearchOptions], '')}"
+        "## Options of an environment\n\nKeys of `environment.options`, for `environment.env=search`.\n\n"
+        f"{_model_table([SearchOptions], '')}\nFor `environment.env=tools`:\n\n{_model_table([ToolOptions], '')}"
     )
     parts.append(_algorithm_options())
     parts.append(
