@@ -16,6 +16,7 @@ from learners_common import make_config
 from vision_world import Alone, make_seeing, page, seen_trajectory
 
 from learners.algorithms.grpo import PPOLearner
+from learners.algorithms.segments import without_malformed_turns
 from learners.models.scoring import PolicyModel, ValueModel
 from learners.packing import flatten, pack
 from ragr1_actors.core.content import PlacedImage
@@ -23,7 +24,7 @@ from ragr1_actors.core.images import decoded
 from ragr1_actors.core.models import vision
 from ragr1_actors.core.models.vision import FAMILIES, ImageReader, rope_positions
 from ragr1_actors.core.schema import groups_from_record_batch, groups_to_record_batch
-from ragr1_actors.core.types import Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import MALFORMED, StopReason, Task, Trajectory, TrajectoryGroup, Turn
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 
 pytestmark = pytest.mark.engine
@@ -246,3 +247,25 @@ def test_ppo_learns_from_images(tokenizer: PolicyTokenizer, folder: Path, monkey
         learner.close()
     assert np.isfinite(metrics["value_loss"]) and metrics["critic_grad_norm"] > 0
     assert any((after[name] != value).any() for name, value in before.items() if "visual." in name)
+
+
+def test_a_row_that_is_not_taught_takes_its_images_along() -> None:
+    """The first row, of a malformed turn, is left out: the second one begins where it began."""
+    kinds = np.array([0, 0, 1, 0, 0, 0, 0, 1], np.uint8)
+    one = Trajectory(
+        "x",
+        Task("t", "?", ()),
+        token_ids=np.arange(8, dtype=np.int32),
+        kinds=kinds,
+        logprobs=np.zeros(8, np.float32),
+        policy_versions=np.where(kinds, 0, -1).astype(np.int32),
+        turns=(Turn("", 1, MALFORMED), Turn("", 1, "answer")),
+        stop_reason=StopReason.ANSWERED,
+        reward=1.0,
+        row_lengths=(3, 5),
+        images=(PlacedImage(page(seed=1), 0, 1, 1), PlacedImage(page(seed=2), 4, 1, 2)),
+    )
+    taught = without_malformed_turns(one)
+    assert taught.token_ids.tolist() == [3, 4, 5, 6, 7]
+    assert taught.images == (PlacedImage(page(seed=2), 1, 1, 2),)
+    assert flatten([taught]).contents.tolist() == [3, -1, -1, 6, 7]

@@ -136,6 +136,21 @@ async def test_an_engine_answers_as_an_endpoint_does(tmp_path: Path) -> None:
         await model.chat([Message("user", "Is Riga right? " * 99)], SHORT)
 
 
+async def test_an_engine_draws_with_the_seed_of_the_question() -> None:
+    asked: list[Sampling] = []
+
+    class Noting(ScriptedEngine):
+        async def generate(self, ids: Any, sampling: Sampling, **named: Any) -> Any:
+            asked.append(sampling)
+            return await super().generate(ids, sampling, **named)
+
+    model = EngineChat(ModelSettings(model="big", engine="transformers", max_context_tokens=64))
+    tokenizer = ByteTokenizer()
+    vars(model)["_loaded"] = tokenizer, Noting({"chat/0": ["yes"]}, tokenizer.encode)
+    assert await model.chat(QUESTION, Sampling(8, seed=7)) == "yes"
+    assert asked == [Sampling(8, seed=7)]
+
+
 class Rewriting:
     """Asks a model for a better query, and an inner retriever for the passages."""
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from fakes import ByteTokenizer
 
 from envs.base import StepResult, TextEnv
+from envs.grammars.calls import TurnParser
 from ragr1_actors.core.types import (
     Completion,
     FinishReason,
@@ -21,8 +24,9 @@ from ragr1_actors.core.types import (
     ToolCall,
     Trajectory,
 )
+from ragr1_actors.rollout.chat_format import Extension
 from ragr1_actors.rollout.engines.base import ScriptedEngine
-from ragr1_actors.rollout.recorder import EnvAttempt, Reading, Recorder, run_trajectory
+from ragr1_actors.rollout.recorder import EnvAttempt, Fork, Reading, Recorder, run_trajectory
 
 TASK = Task("t/0", "Where?", ("Riga",))
 TOKENIZER = ByteTokenizer()
@@ -126,6 +130,60 @@ async def test_the_context_limits_each_row() -> None:
     full = await play(Listening(["note 1", "Riga"]), max_context=summary)
     assert full.stop_reason is StopReason.CONTEXT_FULL and full.row_lengths == ()
     assert TOKENIZER.decode(full.token_ids.tolist()).endswith("note 1")
+
+
+class Framed:
+    """``ChatFormat`` that keeps the conversations whose last turn it frames."""
+
+    end_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self.before: list[list[str]] = []
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        return TOKENIZER.prompt_ids(messages)
+
+    def extension_ids(
+        self, before: Sequence[Message], added: Sequence[Message], tools: Sequence[Any], *, has_end: bool
+    ) -> Extension:
+        self.before.append([f"{one.role}: {one.text}" for one in before])
+        return Extension([(TOKENIZER.encode("\n"), TokenKind.OBSERVATION)], is_new_message=True)
+
+    def parser(self, tools: Sequence[Any]) -> TurnParser:
+        return TurnParser()
+
+
+class Begun(Notes):
+    """The first turn and those after a note begin with a word of the environment."""
+
+    async def reset(self, task: Task) -> list[Message]:
+        return [*await super().reset(task), Message("assistant", "I ")]
+
+    async def act(self, turn: Completion) -> StepResult:
+        result = await super().act(turn)
+        return replace(result, restart=(*result.restart, Message("assistant", "I "))) if result.restart else result
+
+
+@pytest.mark.parametrize(
+    ("script", "num_turns"), [(["look", "look", "Riga"], 1), (["note 1", "look", "look", "Riga"], 2)]
+)
+async def test_a_fork_has_the_conversation_of_its_parent(script: list[str], num_turns: int) -> None:
+    """What begins a turn is no message before it, and a rewritten conversation takes the place of the one before."""
+
+    async def run(script: list[str], fork: Fork | None = None) -> tuple[Trajectory, list[str]]:
+        engine, chat = Listening(script), Framed()
+        recorder = Recorder("x", engine.generate, TOKENIZER, Sampling(99), 400, 0, chat=chat)
+        found = await run_trajectory(EnvAttempt(Begun(), recorder), TASK, fork=fork)
+        assert found.stop_reason is StopReason.ANSWERED, found.error
+        return found, chat.before[-1]
+
+    parent, of_parent = await run(script)
+    _, of_fork = await run(script[num_turns:], (parent, num_turns, ""))
+    assert of_fork == of_parent
+    assert [message for message in of_parent if message.startswith("assistant")] == [
+        "assistant: I look",
+        "assistant: look",
+    ]
 
 
 @pytest.mark.parametrize("restart", [("text",), (None,)])

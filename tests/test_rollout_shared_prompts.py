@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ragr1_actors.core.errors import EngineError
 from ragr1_actors.core.types import Sampling
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
@@ -101,3 +102,24 @@ async def test_those_that_wait_for_a_prompt_begin_in_the_next_pass(
     await asyncio.gather(*(counted.ask(f"new {one}", PROMPTS[0]) for one in range(3)))
     assert not any(task.done() for task in running)
     await asyncio.gather(*running)
+
+
+@pytest.mark.engine
+async def test_nothing_is_taken_from_a_pass_that_failed_between_two_layers(
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(policy_dir, 4, monkeypatch)
+    alone = await counted.ask("alone", [7, *PROMPTS[1][1:]])
+    model = counted.engine.model.get_decoder()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    hook = model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(EngineError, match="out of memory"):  # its trajectory is not released yet
+        await counted.ask("failed", PROMPTS[0])
+    hook.remove()
+    after = await counted.ask("after", PROMPTS[0])
+    fresh = await Counted(policy_dir, 4, monkeypatch).ask("fresh", PROMPTS[0])
+    assert after == pytest.approx(fresh, abs=1e-5)
+    assert await counted.ask("alone", [7, *PROMPTS[1][1:]]) == pytest.approx(alone, abs=1e-5)

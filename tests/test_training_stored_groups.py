@@ -150,6 +150,7 @@ def _with_turn_reward(one: Trajectory, reward: float) -> Trajectory:
         (lambda one: _with(one, "logprobs", -1, -math.inf), "has the log-prob -inf of a sampled token"),
         (lambda one: _with(one, "logprobs", -1, 0.01), r"has the log-prob 0\.01 of a sampled token"),
         (lambda one: _with(one, "token_ids", 0, -3), "has the token id -3, expected ids from 0"),
+        (lambda one: _with(one, "policy_versions", 0, -1), "has the policy version -1 of a sampled token, expected"),
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_on_is_named(

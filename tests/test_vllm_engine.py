@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ragr1_actors.core.errors import EngineDeadError, EngineError
 from ragr1_actors.core.types import Completion, FinishReason, Message, Sampling
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
-from ragr1_actors.rollout.engines.vllm_engine import SHARED_MEMORY, STREAM_TOKENS, VLLMEngine
+from ragr1_actors.rollout.engines.vllm_engine import SHARED_MEMORY, STREAM_TOKENS, VLLMEngine, _collect
 from ragr1_actors.rollout.engines.vllm_worker import NcclEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
@@ -187,9 +188,18 @@ async def test_the_text_is_reported_as_it_grows(engine: VLLMEngine, prompt: list
     num_tokens = len(told.token_ids)
     assert 1 < len(heard) <= 2 + num_tokens / STREAM_TOKENS, f"{num_tokens} tokens were sampled"
     assert all(later.startswith(earlier) for earlier, later in pairwise(heard))
-    # the end of a turn has a text too, and the beginning of a character is not reported
-    reported = heard[-1].replace("<|im_end|>", "")
-    assert told.text.startswith(reported) and not told.text[len(reported) :].strip("\ufffd")
+    # the beginning of a character is not reported
+    assert told.text.startswith(heard[-1]) and not told.text[len(heard[-1]) :].strip("\ufffd")
+
+
+async def test_the_token_that_ends_a_turn_has_no_part_in_the_reported_text(tokenizer: PolicyTokenizer) -> None:
+    async def stream() -> AsyncIterator[Any]:
+        for text in ("Ri", "ga<|im_end|>"):  # as vLLM writes it
+            yield SimpleNamespace(outputs=[SimpleNamespace(text=text)])
+
+    heard: list[str] = []
+    await _collect(stream(), heard.append, tokenizer.end_texts)
+    assert heard == ["Ri", "Riga"]
 
 
 async def test_a_request_that_cannot_be_run_fails_alone(engine: VLLMEngine) -> None:

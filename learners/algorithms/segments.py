@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
+from itertools import accumulate
 
 import numpy as np
 
+from ragr1_actors.core.content import shifted
 from ragr1_actors.core.types import MALFORMED, TokenKind, Trajectory
 
 
@@ -54,6 +56,13 @@ def taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory
     rows = [slice(row.start, min(row.stop, end)) for row in trajectory.rows if row.start < end]
     used = [row for row in rows if is_own[row].any()] or rows[:1]
     kept = np.concatenate([np.arange(row.start, row.stop) for row in used])
+    starts = accumulate((row.stop - row.start for row in used), initial=0)
+    all_images = trajectory.images
+    images = [
+        placed
+        for row, start in zip(used, starts, strict=False)
+        for placed in shifted([one for one in all_images if row.start <= one.start < row.stop], start - row.start)
+    ]
     return replace(
         trajectory,
         token_ids=trajectory.token_ids[kept],
@@ -62,6 +71,7 @@ def taught(trajectory: Trajectory, turns: Sequence[int], end: int) -> Trajectory
         policy_versions=np.where(is_own, trajectory.policy_versions, np.int32(-1))[kept],
         turns=tuple(trajectory.turns[index] for index in turns),
         row_lengths=tuple(row.stop - row.start for row in used) if len(used) > 1 else (),
+        images=tuple(images),
     )
 
 

@@ -149,15 +149,20 @@ class Recorder:
 
     def restart(self, messages: Sequence[Message], reading: Reading) -> None:
         """Open a row with a conversation, up to the policy's turn; a last message of the assistant begins that turn."""
-        *before, last = messages
-        written = last.text if last.role == "assistant" else ""
-        self._messages = list(before if written else messages)
+        written = self._converse(messages)
         ids = self._chat.prompt_ids(self._messages, reading.tools)
         row = _Row(images=self._placed(self._messages, ids))
         row.add(ids, TokenKind.PROMPT)
         self._rows.append(row)
         self._opened = self._begun = reading.left_open(self._tokenizer.turn_start(row.ids))
         self._inject(written, reading)
+
+    def _converse(self, messages: Sequence[Message]) -> str:
+        """Keep a conversation from now on, and return the text with which its last message begins the next turn."""
+        *before, last = messages
+        written = last.text if last.role == "assistant" else ""
+        self._messages = list(before if written else messages)
+        return written
 
     def fork(
         self, parent: Trajectory, num_turns: int, inject: str, messages: Sequence[Message], reading: Reading
@@ -171,7 +176,7 @@ class Recorder:
             ConfigError: the parent failed, or has no such turn.
         """
         check_fork(parent, num_turns)
-        self._messages = list(messages)
+        self._converse(messages)
         sampled = parent.turn_positions
         cut = int(sampled[num_turns][0])
         copied: list[tuple[Completion, str]] = []
@@ -185,10 +190,12 @@ class Recorder:
         self._inject(inject, reading)
         return copied
 
-    def copied(self, turn: str, reply: Sequence[Message], reading: Reading) -> None:
-        """Keep the reply to a copied turn, for the conversation."""
+    def copied(self, turn: str, reply: Sequence[Message], reading: Reading, restart: Sequence[Message] = ()) -> None:
+        """Keep the reply to a copied turn, for the conversation; ``restart`` takes the place of all of it."""
         self._note(turn, reading)
         self._messages += reply
+        if restart:
+            self._converse(restart)
 
     def _copy(self, parent: Trajectory, part: slice) -> None:
         arrays = (parent.token_ids, parent.kinds, parent.logprobs, parent.policy_versions)
@@ -480,7 +487,7 @@ class EnvAttempt:
                 raise ConfigError(f"a fork ended at turn {number} of its parent, where that went on; fork it before")
             own = replace(self._recorder.turns[number - 1], reward=float(result.reward))
             self._recorder.turns[number - 1] = own  # the parent's also has the reward function's part of that turn
-            self._recorder.copied(whole, result.messages, self._reading())
+            self._recorder.copied(whole, result.messages, self._reading(), result.restart)
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
         """Return the recorded trajectory so far."""

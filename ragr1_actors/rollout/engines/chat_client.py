@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -235,9 +235,8 @@ class EngineChat:
                 f"{self._settings.max_context_tokens}; shorten it, or raise its max_context_tokens"
             )
         try:
-            completion = await engine.generate(
-                prompt_ids, Sampling(room, sampling.temperature, sampling.top_p, sampling.stop), request_id=request_id
-            )
+            limited = replace(sampling, max_new_tokens=room)
+            completion = await engine.generate(prompt_ids, limited, request_id=request_id)
         except EngineError as error:
             raise ServiceError(f"the engine {self._settings.engine} of {self._settings.model}: {error}") from error
         finally:

@@ -310,6 +310,8 @@ class TransformersEngine:
                     self._decode()
                 await asyncio.sleep(0)
         except Exception as error:  # any error of a model fails every request; else they would wait without end
+            self._forget()  # the pass, or the growth of the cache, may have ended between two layers
+            self._cache.clear()
             self._fail(EngineError(f"generation failed: {one_line(error)}"))
 
     def _fail(self, error: EngineError) -> None:

@@ -119,7 +119,7 @@ class VLLMEngine:
             stream = self.llm.generate(prompt, params, f"{request_id}#{self._num_requests}")
             try:
                 with _alive(f"in a turn of {request_id!r}"):
-                    outputs = await _collect(stream, on_text)
+                    outputs = await _collect(stream, on_text, self._tokenizer.end_texts)
             except (VLLMClientError, EngineGenerateError, ValueError) as error:
                 raise EngineError(f"vLLM refused a turn of {request_id!r}: {error.__cause__ or error}") from error
             if outputs[-1].finish_reason != "error":
@@ -341,8 +341,11 @@ def _sampling_params(sampling: Sampling, ends: Iterable[int], *, is_streamed: bo
     )
 
 
-async def _collect(stream: Any, on_text: OnText | None) -> list[Any]:
-    """Return the pieces of a completion; without ``on_text`` there is one, the whole."""
+async def _collect(stream: Any, on_text: OnText | None, end_texts: Iterable[str]) -> list[Any]:
+    """Return the pieces of a completion; without ``on_text`` there is one, the whole.
+
+    vLLM's text has that of the token that ended the turn, one of ``end_texts``, which is no part of the turn's text.
+    """
     pieces: list[Any] = []
     text = ""
     async for output in stream:
@@ -350,7 +353,8 @@ async def _collect(stream: Any, on_text: OnText | None) -> list[Any]:
         pieces.append(piece)
         if on_text is not None and piece.text:
             text += piece.text
-            on_text(text)
+            end = next(filter(text.endswith, end_texts), "")
+            on_text(text.removesuffix(end))
     return pieces
 
 

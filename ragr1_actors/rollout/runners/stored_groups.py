@@ -106,7 +106,10 @@ def problem_of_arrays(one: Trajectory) -> str:
         return f"the reward {rewards[0]} and {shortened(repr(rewards[1:]))} of its turns, expected finite numbers"
     if (one.token_ids < 0).any():
         return f"the token id {one.token_ids.min()}, expected ids from 0"
-    logprobs = one.logprobs[one.kinds == TokenKind.MODEL]
+    is_sampled = one.kinds == TokenKind.MODEL
+    if (versions := one.policy_versions[is_sampled]).min(initial=0) < 0:  # the learner would take it as code's
+        return f"the policy version {versions.min()} of a sampled token, expected versions from 0"
+    logprobs = one.logprobs[is_sampled]
     if (bad := logprobs[~(np.isfinite(logprobs) & (logprobs <= ROUNDING))]).size:
         return f"the log-prob {bad[0]:g} of a sampled token, expected finite ones up to 0"
     return ""
