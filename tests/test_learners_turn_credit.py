@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from learners_common import make_trajectory
 from references_common import BASELINES, expected_advantages, make_batch, make_learner, rows
 
 from learners.advantages import discounted_returns, states_before
@@ -27,6 +28,13 @@ def with_evidence(trajectory: Trajectory, rng: np.random.Generator) -> Trajector
         call = ToolCall("search", {"query": "?", "k": 1}, records=records)
         turns.append(replace(turn, calls=(call,) if records else (), reward=float(rng.integers(2)) / 8))
     return replace(trajectory, turns=tuple(turns))
+
+
+def with_observations(trajectory: Trajectory) -> Trajectory:
+    """Each turn shows something else."""
+    return replace(
+        trajectory, turns=tuple(replace(turn, observation=f"seen {at}") for at, turn in enumerate(trajectory.turns))
+    )
 
 
 @pytest.mark.parametrize("learner_class", [GRPOLearner, DrGRPOLearner])
@@ -75,5 +83,25 @@ def test_the_rest_of_a_reward_is_the_last_turns() -> None:
 def test_without_calls_a_state_is_the_last_observation() -> None:
     batch, *_ = make_batch(make_learner(GRPOLearner), 0)
     one = max(batch.trajectories, key=lambda t: len(t.turns))
-    shown = replace(one, turns=tuple(replace(turn, observation=f"seen {at}") for at, turn in enumerate(one.turns)))
+    shown = with_observations(one)
     assert states_before(shown) == ["", *(f"seen {at}" for at in range(len(one.turns) - 1))]
+
+
+@pytest.mark.parametrize(
+    ("options", "num_turns", "is_kept"),
+    [
+        ({"turn_credit": {"gamma": GAMMA}}, (1, 2), True),  # the first turns have returns of 1 and .9
+        ({"turn_credit": {"gamma": GAMMA}}, (2, 2), False),
+        ({"turn_credit": {"gamma": 1}}, (1, 2), False),
+        ({"turn_credit": {"gamma": GAMMA}, "drop_zero_variance": True}, (1, 2), False),
+        ({}, (1, 2), False),
+    ],
+)
+def test_equal_rewards_after_unequal_numbers_of_turns_are_learned_from(
+    options: dict[str, Any], num_turns: tuple[int, ...], is_kept: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    made = [make_trajectory(rng, turns=("search",) * (count - 1) + ("answer",), reward=1.0) for count in num_turns]
+    members = [with_observations(one) for one in made]
+    learner: Any = make_learner(GRPOLearner, options)
+    assert learner.select_members(members) == (members if is_kept else [])

@@ -53,7 +53,15 @@ from learners.losses import (
     trajectory_weights,
 )
 from learners.models.scoring import TokenOutputs, ValueModel
-from learners.options import OPTIONS, GroupOptions, LearnerOptions, PolicyGradientOptions, PPOOptions, has_variance
+from learners.options import (
+    GROUP_EPSILON,
+    OPTIONS,
+    GroupOptions,
+    LearnerOptions,
+    PolicyGradientOptions,
+    PPOOptions,
+    has_variance,
+)
 from learners.train_batch import Meter, TokenColumns, TrainBatch
 from ragr1_actors.core.types import Trajectory
 
@@ -175,7 +183,7 @@ class GRPOLearner(PolicyGradientLearner):
 
     Deviations: the mean is over tokens instead of over trajectories first (DAPO, arXiv:2503.14476);
     ``aggregation=trajectory_mean`` follows the paper. Groups whose rewards are all equal are left out if they have no
-    gradient (``drops_flat_groups``). With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its
+    gradient (``select_members``). With ``kl_in=reward``, a trajectory is one action: the KL estimates of all its
     tokens are subtracted from its reward, before the baseline.
     """
 
@@ -191,23 +199,29 @@ class GRPOLearner(PolicyGradientLearner):
         all_turns = self.config.environment.max_turns * runners.max_new_tokens_per_turn
         return self.options.max_model_tokens or min(all_turns, runners.max_context_tokens)
 
-    @property
-    def drops_flat_groups(self) -> bool:
-        """Whether groups whose rewards are all equal are left out.
-
-        DAPO and CISPO leave them out (arXiv:2503.14476, section 3.2; arXiv:2506.13585, section 3.1). The other papers
-        do not: KL and entropy of such a group count, and REINFORCE++ whitens over them too. Deviation: without KL term
-        and entropy bonus they have no gradient, and are left out of the mean as well.
-        """
-        if self.options.drop_zero_variance is not None:
-            return self.options.drop_zero_variance
-        return not (self.config.training.kl_coeff or self.config.training.entropy_coeff)
-
     def select_members(self, members: list[Trajectory]) -> list[Trajectory]:
-        """Return no member of a group whose rewards are all equal, if ``drops_flat_groups``; else all members."""
-        if self.drops_flat_groups and not has_variance([member.reward for member in members]):
-            return []
-        return members
+        """Return all members of a group, or none where its rewards are all equal and ``drop_zero_variance`` says so.
+
+        DAPO and CISPO leave such groups out (arXiv:2503.14476, section 3.2; arXiv:2506.13585, section 3.1). The other
+        papers do not: KL and entropy of such a group count, and REINFORCE++ whitens over them too. Deviation: without a
+        gradient they are left out of the mean as well.
+        """
+        if has_variance([member.reward for member in members]):
+            return members
+        drops = self.options.drop_zero_variance
+        return [] if drops or (drops is None and not self._has_gradient(members)) else members
+
+    def _has_gradient(self, members: list[Trajectory]) -> bool:
+        """Return whether trajectories with equal rewards are learned from, by ``drop_zero_variance`` null."""
+        training, credit = self.config.training, self.options.turn_credit
+        if training.kl_coeff or training.entropy_coeff:
+            return True
+        if credit is None or not members:
+            return False
+        rewards_N = torch.tensor([member.reward for member in members], dtype=torch.float64)
+        of_one_group = [0] * len(members)
+        advantages_T = turn_advantages(members, of_one_group, rewards_N, credit.gamma, self.trajectory_advantages)
+        return bool((advantages_T.abs() > GROUP_EPSILON).any())
 
     def compute_advantages(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
         """Return the advantage per MODEL token: its trajectory's, plus with ``turn_credit`` its turn's."""
