@@ -74,11 +74,12 @@ def _f1(prediction: str, gold: str) -> float:
 
 
 def searches(calls: Sequence[ToolCall]) -> list[ToolCall]:
-    """Return the calls of a turn that searched.
+    """Return the calls of a turn that searched, without those that were refused.
 
     Where an agent searches at the gateway for the policy's call ``search``, the agent's calls are returned.
     """
-    return [call for call in calls if call.tool == RETRIEVE] or [call for call in calls if call.tool == SEARCH]
+    made = [call for call in calls if call.was_made]
+    return [call for call in made if call.tool == RETRIEVE] or [call for call in made if call.tool == SEARCH]
 
 
 def num_rounds(trajectory: Trajectory) -> float:

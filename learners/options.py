@@ -183,7 +183,8 @@ class GroupOptions(PolicyGradientOptions):
     ``max_model_tokens``."""
     max_model_tokens: int = Field(0, ge=0)
     """Limit of MODEL tokens per trajectory: the constant of ``aggregation`` and the limit of ``overlong_share``; 0 is
-    the number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow."""
+    the number that ``environment.max_turns`` and ``env_runners.max_new_tokens_per_turn`` allow, at most
+    ``env_runners.max_context_tokens``."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Overlong shaping: the reward falls by 1 over this last share of ``max_model_tokens``; 0 turns it off."""
     turn_credit: TurnCredit | None = None

@@ -312,7 +312,8 @@ def _retrieved(directory: Path) -> Iterator[ToolCall]:
     for path in sorted(directory.glob("*.arrow")):
         trajectories = (trajectory for group in read_trajectories(path) for trajectory in group.trajectories)
         for call in (call for trajectory in trajectories for call in trajectory.calls):
-            if call.tool == SEARCH or (call.tool == OPEN_PAGE and (call.records or call.result.startswith("["))):
+            is_search = call.tool == SEARCH and call.was_made
+            if is_search or (call.tool == OPEN_PAGE and (call.records or call.result.startswith("["))):
                 yield call
 
 

@@ -26,7 +26,7 @@ from envs.tools.base import Arguments, FunctionTool, Tool, ToolResult, make_tool
 from envs.tools.env import LAST_TURN_NOTICE, MALFORMED_NOTICE, NO_ANSWER_NOTICE, ToolEnv
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import EnvironmentSettings, EnvRunnerSettings, SamplerConfig
-from ragr1_actors.core.errors import ConfigError, ServiceError, ToolError
+from ragr1_actors.core.errors import ConfigError, RetrievalError, ServiceError, ToolError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.types import CallRequest, Completion, FinishReason, StopReason, Task, TokenKind, Trajectory
 from ragr1_actors.planning.preflight import check_names, check_tokenizer
@@ -373,6 +373,24 @@ async def test_searches_begin_while_the_turn_is_sampled(tokenizer: PolicyTokeniz
     env.close()
 
 
+async def test_a_search_of_a_turn_that_made_no_call_is_abandoned() -> None:
+    class Fails(Finds):
+        async def search(self, queries: list[str], k: int) -> list[Any]:
+            found = await super().search(queries, k)
+            if len(self.asked) == 1:
+                raise RetrievalError("down")
+            return found
+
+    retriever, written = Fails(), WRITE([call("search", queries=["Ana"])])
+    env = ToolEnv(EnvironmentSettings(env="tools"), EnvContext(retriever, list, parser=GRAMMARS["hermes"].parser))
+    await env.reset(TASK)
+    for turn, action in ((written + "\n<tool_call>\n{", "malformed"), (written, "call")):
+        env.peek(written)
+        await asyncio.sleep(0)  # the search begins
+        assert (await env.act(Completion([1], [0.0], [0], turn, FinishReason.STOP))).action == action
+    assert retriever.asked == [["Ana"], ["Ana"]]
+
+
 async def test_wrong_calls_are_results_that_the_policy_reads(tokenizer: PolicyTokenizer) -> None:
     wrong = [
         call("serch", queries=["Ana"]),
@@ -384,6 +402,7 @@ async def test_wrong_calls_are_results_that_the_policy_reads(tokenizer: PolicyTo
     found = await play(tokenizer, [WRITE(wrong), "Riga"], ["search", f"{HERE}:add", f"{HERE}:slow"])
     assert found.stop_reason is StopReason.ANSWERED
     assert found.metrics["tool_errors"] == 5.0
+    assert (found.metrics["rounds"], found.metrics["queries"]) == (0.0, 0.0)  # none of them searched
     read = text(tokenizer, found, TokenKind.OBSERVATION)
     assert "There is no tool named serch. The tools are: search, add, slow." in read
     assert "The arguments of search are wrong: 'queries' is a required property" in read

@@ -31,6 +31,12 @@ async def test_a_recorded_query_finds_again_what_it_found(tmp_path: Path) -> Non
         await replay.search(["Riga"], 5)
 
 
+async def test_a_search_that_was_refused_is_no_answer(tmp_path: Path) -> None:
+    refused = ToolCall("search", {"query": "Riga", "k": 2}, "The arguments of search are wrong: ...")
+    await record(tmp_path / "run", ["Riga"], (refused,))
+    assert await ReplayRetriever({"run": str(tmp_path / "run")}).search(["Riga"], 2) == [[PASSAGES[0]]]
+
+
 async def test_a_recorded_page_is_opened_again(tmp_path: Path) -> None:
     await record(tmp_path / "run", [], PAGES)
     replay = pickle.loads(pickle.dumps(ReplayRetriever({"run": str(tmp_path / "run")})))

@@ -220,6 +220,35 @@ async def test_a_fleet_that_is_down_is_given_up_in_time_while_its_list_is_read_a
         reader.cancel()
 
 
+async def test_queries_of_other_depths_between_do_not_split_a_batch() -> None:
+    replica = FakeReplica()
+    pool = batcher(replica)
+    found = await asyncio.gather(*[pool.search([f"q{number}"], 1 + number % 2) for number in range(200)])
+    assert found == [[answer(f"q{number}", 1 + number % 2)] for number in range(200)]
+    evens, odds = ([f"q{number}" for number in range(first, 200, 2)] for first in (0, 1))
+    assert replica.batches == [evens, odds]  # each in the order of its calls
+
+
+async def test_what_is_asked_while_a_fleet_is_down_is_given_up_together() -> None:
+    replica = FakeReplica()
+    replica.works = False
+    timeout_s = 0.5
+    pool = batcher(replica, timeout_s=timeout_s, max_retries=0)
+    with pytest.raises(RetrievalError, match="replica died"):
+        await pool.search(["first"], 1)
+    given_up: list[float] = []
+
+    async def ask(k: int) -> None:
+        with pytest.raises(RetrievalError, match="no replica was up"):
+            await pool.search(["q"], k)
+        given_up.append(asyncio.get_running_loop().time())
+
+    asked_at = asyncio.get_running_loop().time()
+    await asyncio.gather(*map(ask, range(1, 6)))
+    assert min(given_up) - asked_at >= timeout_s  # the fleet was down before: that does not shorten the wait
+    assert max(given_up) - min(given_up) < timeout_s  # one wait for all, and not five
+
+
 async def test_no_retry_when_none_is_asked_for() -> None:
     replicas = [FakeReplica(), FakeReplica()]
     for replica in replicas:

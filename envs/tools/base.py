@@ -84,6 +84,9 @@ class Tool(ABC):
         It must not change what ``call`` returns, only the time that ``call`` takes.
         """
 
+    def abandon(self) -> None:  # noqa: B027 - only a tool that begins early has something to abandon
+        """Give up what ``begin`` began, because the turn has ended without a call to this tool."""
+
     @abstractmethod
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
         """Answer all calls of a turn to this tool: ``[len(calls)]``. Their arguments fit the schema.

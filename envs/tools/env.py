@@ -84,6 +84,8 @@ class ToolEnv(TextEnv):
         return self._reply(await self._answer(parsed.calls))
 
     def _malformed(self, notice: str) -> StepResult:
+        for tool in self._tools.values():
+            tool.abandon()
         metrics = {"malformed": 1.0}
         if self._turns_left == 0:
             return StepResult(truncated=True, action=MALFORMED, metrics=metrics)
@@ -102,6 +104,8 @@ class ToolEnv(TextEnv):
                 found[number] = wrong_call(request, problem)
             else:
                 by_tool.setdefault(request.name, []).append(number)
+        for name in self._tools.keys() - by_tool.keys():
+            self._tools[name].abandon()
         answers = [self._call(self._tools[name], [requests[n] for n in numbers]) for name, numbers in by_tool.items()]
         for numbers, results in zip(by_tool.values(), await asyncio.gather(*answers), strict=True):
             found |= dict(zip(numbers, results, strict=True))

@@ -68,6 +68,11 @@ class SearchTool(Tool):
         for query in arguments["queries"]:
             self._searches.begin(query)
 
+    def abandon(self) -> None:
+        """Cancel the searches: neither their results nor their failures reach the next turn."""
+        self._searches.cancel()
+        self._searches = self._new_turn()
+
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
         """Answer the queries of all calls in one search."""
         ended_s = asyncio.get_running_loop().time()

@@ -247,6 +247,11 @@ class ToolCall:
     """Version of the service that answered, such as an index's from its manifest; empty if it has none."""
 
     @property
+    def was_made(self) -> bool:
+        """Whether the call was made: one that the environment refused has a text as its result, and took no time."""
+        return not self.result or bool(self.records) or self.latency_s > 0
+
+    @property
     def asked(self) -> str:
         """Arguments in one line for people: the text if there is only one, such as a query, else JSON."""
         texts = [value for value in self.arguments.values() if isinstance(value, str)]

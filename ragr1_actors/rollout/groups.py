@@ -128,7 +128,7 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
     return GroupSummary(
         rewards=tuple(t.reward for t in kept),
         num_failed=len(group.trajectories) - len(kept),
-        errors=tuple(t.error for t in group.trajectories if t.error),
+        errors=tuple(t.error for t in group.trajectories if t.stop_reason.is_failure),
         oldest_version=min(versions, default=-1),
         means={name: total / len(kept) for name, total in totals.items()},
         data_errors=tuple(t.error for t in group.trajectories if t.stop_reason.failure is Failure.DATA),

@@ -34,7 +34,14 @@ from envs.base import Measured, StepResult, TextEnv, check_prompt, check_result,
 from envs.grammars.calls import ToolSchema
 from envs.measures import RewardResult, rewarded
 from ragr1_actors.core.content import PlacedImage, images_of, shifted, text_of
-from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError
+from ragr1_actors.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    RetrievalError,
+    ServiceError,
+    one_line,
+)
 from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import (
@@ -429,13 +436,13 @@ async def run_trajectory(
         ended.metrics.update(measure(attempt.source, ended))
         return ended
     except RetrievalError as failure:
-        stop_reason, error = StopReason.RETRIEVAL_FAILED, str(failure)
+        stop_reason, error = StopReason.RETRIEVAL_FAILED, one_line(failure)
     except ServiceError as failure:
-        stop_reason, error = StopReason.SERVICE_FAILED, str(failure)
+        stop_reason, error = StopReason.SERVICE_FAILED, one_line(failure)
     except EngineDeadError:
         raise
     except EngineError as failure:
-        stop_reason, error = StopReason.ENGINE_ERROR, str(failure)
+        stop_reason, error = StopReason.ENGINE_ERROR, one_line(failure)
     except Exception as failure:  # a user's environment or reward may raise anything; only its trajectory ends
         stop_reason, error = StopReason.ENV_ERROR, raised_at(failure, type(attempt.source))
     return attempt.trajectory(task, stop_reason, error)

@@ -125,6 +125,8 @@ class _Waiting(Generic[A]):
 
     query: str
     k: int
+    asked_at: float
+    """On the loop's clock."""
     calls: list[tuple[_Call[A], int]] = field(default_factory=list)
     """Calls, each with the position of the query in it."""
 
@@ -162,6 +164,8 @@ class Batcher(Generic[A]):
         self._asked: dict[tuple[str, int], _Waiting[A]] = {}
         self._num_queries = self._num_failed = 0
         self._num_waiting_again = 0
+        self._down_since: float | None = None
+        """Time on the loop's clock at which a batch found no replica up; None once one is up again."""
         self._problem = ""
         """Last error of any replica, from a batch or a ping."""
 
@@ -185,10 +189,11 @@ class Batcher(Generic[A]):
         self._bind()
         call: _Call[A] = _Call(len(queries), asyncio.get_running_loop())
         self._num_queries += len(queries)
+        now = asyncio.get_running_loop().time()
         for index, query in enumerate(queries):
             waiting = self._asked.get((query, k))
             if waiting is None:
-                waiting = self._asked[query, k] = _Waiting(query, k)
+                waiting = self._asked[query, k] = _Waiting(query, k, now)
                 self._queue.append(waiting)
             waiting.calls.append((call, index))
         if self._queue and not self._is_dispatching:
@@ -233,12 +238,13 @@ class Batcher(Generic[A]):
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_dispatching = False
+        self._down_since = None
 
     async def _dispatch(self) -> None:
         """Send batches while queries wait: in a separate task, after all calls of this loop turn have queued theirs."""
         try:
             while self._queue:
-                slots = await self._acquire([], 0)
+                slots = await self._acquire([], 0, self._queue[0].asked_at)
                 batch = self._take_batch()
                 if slots is not None:
                     slots.num_queries += len(batch)
@@ -247,7 +253,7 @@ class Batcher(Generic[A]):
             self._is_dispatching = False
 
     def _take_batch(self) -> list[_Waiting[A]]:
-        """Take the share of one replica from the queue; all its queries have the same ``k``."""
+        """Take the share of one replica from the queue: the first queries with the ``k`` of the very first one."""
         num_idle = sum(slots.is_up and slots.num_batches == 0 for slots in self._slots.values())
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # the chosen replica no longer counts as idle
         if self._has_stages and share >= HALVE_FROM:
@@ -255,8 +261,10 @@ class Batcher(Generic[A]):
         queue, size = self._queue, min(share, MAX_BATCH)
         batch = [queue.popleft()]
         k = batch[0].k
-        while queue and len(batch) < size and queue[0].k == k:
-            batch.append(queue.popleft())
+        others: list[_Waiting[A]] = []
+        while queue and len(batch) < size:
+            (batch if queue[0].k == k else others).append(queue.popleft())
+        queue.extendleft(reversed(others))
         return batch
 
     async def _run(self, batch: list[_Waiting[A]], slots: _Slots[A] | None) -> None:
@@ -309,7 +317,7 @@ class Batcher(Generic[A]):
                 self._start(self._probe(slots))
             if len(tried) > self._max_retries:
                 break
-            slots = await self._acquire(tried, len(batch))
+            slots = await self._acquire(tried, len(batch), asyncio.get_running_loop().time())
         if slots is None:
             last = f"; the last error: {self._problem}" if self._problem != cause else ""
             cause = f"{cause and cause + '; then '}no replica was up for {self._timeout_s:g} s{last}"
@@ -317,10 +325,11 @@ class Batcher(Generic[A]):
             f"search failed after {len(tried)} attempts on {len(set(tried))} of {len(self._slots)} replicas: {cause}"
         )
 
-    async def _acquire(self, avoid: list[_Slots[A]], num_queries: int) -> _Slots[A] | None:
+    async def _acquire(self, avoid: list[_Slots[A]], num_queries: int, since: float) -> _Slots[A] | None:
         """Take a slot of a replica that is up, if possible one not in ``avoid``; return None if none is up in time.
 
-        Batches that failed before go first, since their callers have waited longest.
+        Batches that failed before go first, since their callers have waited longest. ``since`` is the time on the
+        loop's clock from which the batch waits: what was asked together gives up together.
         """
         self._num_waiting_again += bool(avoid)
         gives_up_at: float | None = None  # on the loop's clock; None while a replica is up
@@ -340,9 +349,11 @@ class Batcher(Generic[A]):
                     return chosen
                 # While replicas are up this wait ends, since the batches that hold their slots time out.
                 if up:
-                    gives_up_at = None
-                elif gives_up_at is None:  # announcements that bring no replica do not prolong the wait
-                    gives_up_at = asyncio.get_running_loop().time() + self._timeout_s
+                    self._down_since = gives_up_at = None
+                else:  # announcements that bring no replica do not prolong the wait
+                    if self._down_since is None:
+                        self._down_since = asyncio.get_running_loop().time()
+                    gives_up_at = max(since, self._down_since) + self._timeout_s
                 async with asyncio.timeout_at(gives_up_at):
                     await self._changed.wait()
         except TimeoutError:

@@ -65,6 +65,7 @@ class RetrieverClient:
             RetrievalError: the fleet has no complete replica.
         """
         self._arguments = (fleet, num_shards, encoder_fleet, settings, index_dir)
+        self._timeout_s = settings.timeout_s
         self._corpus = _open_corpus(index_dir) if index_dir else None
         self._fleet, self._num_shards, self._encoder_fleet = fleet, num_shards, encoder_fleet
         self._encoders: Batcher[Vector] | None = None
@@ -118,7 +119,7 @@ class RetrieverClient:
             if not _is_running(self._looking):
                 self._looking = asyncio.create_task(self._look())
             if age_s >= 2 * REFRESH_S:  # replicas that were removed meanwhile may have ended
-                await asyncio.wait([self._looking])
+                await asyncio.wait([self._looking], timeout=self._timeout_s)
 
     async def wait_for_room(self) -> None:
         """Return once the replicas have room for more queries; see ``Batcher.wait_for_room``."""
