@@ -175,7 +175,8 @@ class GroupOptions(PolicyGradientOptions):
     min_group_size: ClassVar[int] = 2
     drop_zero_variance: bool | None = None
     """Whether groups whose rewards are all equal are left out: their advantages are 0. ``null`` (default) leaves them
-    out if none of ``training.kl_coeff``, ``training.entropy_coeff`` and ``turn_credit`` gives them a gradient."""
+    out if none of ``training.kl_coeff``, ``training.entropy_coeff``, ``overlong_share`` and ``turn_credit`` gives them
+    a gradient."""
     max_sampled_batches: int = Field(1, ge=1)
     """Dynamic sampling: limit of batches of tasks sampled to fill one with groups whose rewards differ; 1 is off."""
     aggregation: Aggregation = "token_mean"

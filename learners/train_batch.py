@@ -48,6 +48,9 @@ class TokenColumns:
     ``sequence_correction`` is set or ``env_runners.top_p < 1``, else ``rollout_logprobs``. If the update has only one
     optimizer step and nothing else needs the learner's log-probs before, a correction leaves it None until
     ``compute_loss``: the pass of the step gives it."""
+    start_logprobs: torch.Tensor | None = None
+    """Log-prob under the policy at the start of the update: the learner's if it scored the batch, else the engine's. It
+    is set where ``old_logprobs`` may be another policy's: if a trajectory has ``behaviour_logprobs``."""
     ref_logprobs: torch.Tensor | None = None
     """Log-prob under the reference, the policy at the start of the stage; set if a KL term is in the loss."""
     rollout_kl: torch.Tensor | None = None
@@ -113,10 +116,17 @@ class TokenColumns:
         if own_M is not None and self.is_sampled is not None:
             rollout_M = torch.where(self.is_sampled, rollout_M, own_M)
         old_M = own_M if own_M is not None and is_denominator else rollout_M
+        start_M = None if acted_M is None else old_M
         if acted_M is not None:
             old_M = torch.where(acted_M.isnan(), old_M, acted_M)
             rollout_M = torch.where(acted_M.isnan(), rollout_M, acted_M) if corrects else rollout_M
-        return replace(self, rollout_logprobs=rollout_M, old_logprobs=old_M)
+        return replace(self, rollout_logprobs=rollout_M, old_logprobs=old_M, start_logprobs=start_M)
+
+    @property
+    def policy_logprobs(self) -> torch.Tensor:
+        """Log-prob under the policy at the start of the update, whichever policy acted."""
+        columns = (self.start_logprobs, self.old_logprobs, self["rollout_logprobs"])
+        return next(column for column in columns if column is not None)
 
     def select(self, index: torch.Tensor, device: torch.device) -> TokenColumns:
         """Return the entries ``index`` of every column, on ``device``."""
@@ -303,7 +313,7 @@ class Meter:
                     self._ratios_M[micro_batch.column_index] = ratios_M.float()
                     self._passes_M[micro_batch.column_index] = self.num_steps + 1
                 # NaN has no order, so a maximum over ranks differs between backends.
-                self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf).max())
+                self._max("ratio_max_deviation", (ratios_M - 1).abs().nan_to_num(nan=math.inf))
 
     def add_gap(
         self, learner_logprobs_M: torch.Tensor, rollout_logprobs_M: torch.Tensor, is_fresh_M: torch.Tensor | None
@@ -325,7 +335,7 @@ class Meter:
         self._sums["logprob_gap_mean"] += gaps_M.sum()
         self._sums["ratio_outliers"] += is_outlier_M.sum()
         self._sums["engine_kl"] += k3_kl(torch.zeros_like(log_ratios_M), log_ratios_M).sum()
-        self._max("logprob_gap_max", gaps_M.max())
+        self._max("logprob_gap_max", gaps_M)
         if is_fresh_M is not None:
             self._sums["_fresh_tokens"] += is_fresh_M.sum()
             self._sums["logprob_gap_mean_fresh"] += (gaps_M * is_fresh_M).sum()
@@ -337,8 +347,8 @@ class Meter:
         self._sums["_sequences"] += len(ratios_S)
         self._sums["sequence_ratio_mean"] += ratios_S.sum()
         self._sums["sequences_outside"] += sequences.is_outside_S.sum()
-        self._max("sequence_ratio_max", ratios_S.nan_to_num(nan=math.inf).max())
-        self._max(_INVERSE_RATIO, ratios_S.reciprocal().nan_to_num(nan=math.inf).max())
+        self._max("sequence_ratio_max", ratios_S.nan_to_num(nan=math.inf))
+        self._max(_INVERSE_RATIO, ratios_S.reciprocal().nan_to_num(nan=math.inf))
 
     def add_advantages(self, logprobs_M: torch.Tensor, advantages_M: torch.Tensor) -> None:
         """Add a histogram of the advantages, and the mean log-prob of the tokens whose advantage is positive.
@@ -371,8 +381,10 @@ class Meter:
         buckets_M = torch.bucketize(values_M.detach().float(), inner, right=True)
         counts.index_add_(0, buckets_M, torch.ones_like(values_M, dtype=counts.dtype))
 
-    def _max(self, name: str, value: torch.Tensor) -> None:
-        self._maxima[name] = torch.maximum(torch.as_tensor(self._maxima.get(name, 0.0), device=value.device), value)
+    def _max(self, name: str, values: torch.Tensor) -> None:
+        if len(values):  # another system's row may be a prompt only, and alone in its micro-batch
+            so_far = torch.as_tensor(self._maxima.get(name, 0.0), device=values.device)
+            self._maxima[name] = torch.maximum(so_far, values.max())
 
     def gather_ratios(self) -> torch.Tensor:
         """Return the kept ratios, ``[M]`` on the CPU, NaN for tokens without a pass. All ranks call together.

@@ -373,7 +373,14 @@ async def test_searches_begin_while_the_turn_is_sampled(tokenizer: PolicyTokeniz
     env.close()
 
 
-async def test_a_search_of_a_turn_that_made_no_call_is_abandoned() -> None:
+SEARCHED = WRITE([call("search", queries=["Ana"])])
+
+
+@pytest.mark.parametrize(
+    ("first", "action"),
+    [(SEARCHED + "\n<tool_call>\n{", "malformed"), (WRITE([call("none"), call("search", queries=["Ana"])]), "call")],
+)
+async def test_a_search_of_a_turn_that_made_no_call_is_abandoned(first: str, action: str) -> None:
     class Fails(Finds):
         async def search(self, queries: list[str], k: int) -> list[Any]:
             found = await super().search(queries, k)
@@ -381,13 +388,13 @@ async def test_a_search_of_a_turn_that_made_no_call_is_abandoned() -> None:
                 raise RetrievalError("down")
             return found
 
-    retriever, written = Fails(), WRITE([call("search", queries=["Ana"])])
-    env = ToolEnv(EnvironmentSettings(env="tools"), EnvContext(retriever, list, parser=GRAMMARS["hermes"].parser))
+    retriever, settings = Fails(), EnvironmentSettings(env="tools", options={"max_calls_per_turn": 1})
+    env = ToolEnv(settings, EnvContext(retriever, list, parser=GRAMMARS["hermes"].parser))
     await env.reset(TASK)
-    for turn, action in ((written + "\n<tool_call>\n{", "malformed"), (written, "call")):
-        env.peek(written)
+    for turn, expected in ((first, action), (SEARCHED, "call")):
+        env.peek(turn)
         await asyncio.sleep(0)  # the search begins
-        assert (await env.act(Completion([1], [0.0], [0], turn, FinishReason.STOP))).action == action
+        assert (await env.act(Completion([1], [0.0], [0], turn, FinishReason.STOP))).action == expected
     assert retriever.asked == [["Ana"], ["Ana"]]
 
 

@@ -205,6 +205,17 @@ def acting(trajectory: Trajectory, shift: float) -> Trajectory:
     return replace(trajectory, behaviour_logprobs=known)
 
 
+@pytest.mark.parametrize("options", [{}, {"tis_clip": 2.0}])
+def test_the_divergence_in_the_reward_is_that_of_the_policy_whoever_acted(
+    build: Build, options: dict[str, Any]
+) -> None:
+    config = make_config(training={"kl_coeff": 0.1, "options": {"kl_in": "reward", **options}, "num_minibatches": 2})
+    groups = make_groups(3)
+    acted = [replace(group, trajectories=tuple(acting(one, 1.0) for one in group.trajectories)) for group in groups]
+    found, plain = (build(GRPOLearner, config).update(batch)["kl"] for batch in (acted, groups))
+    assert found == pytest.approx(plain, rel=1e-6)
+
+
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_policy_that_acted_in_one_trajectory_changes_no_correction_of_the_others(
     build: Build, num_steps: int

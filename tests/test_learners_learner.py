@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -283,6 +284,19 @@ def test_a_resumed_run_is_bitwise_the_same(build: Build, stage: int, dtype: str)
         assert straight.update(make_groups(seed)) == resumed.update(make_groups(seed))
     ours, theirs = straight.get_state(), resumed.get_state()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_row_that_is_a_prompt_only_may_be_alone_in_a_micro_batch(build: Build) -> None:
+    learner = build(GRPOLearner, make_config(learners={"micro_batch_tokens": 32}))
+    groups = make_groups(1)
+    first, *others = groups[0].trajectories
+    num_before = 40
+    before = {"token_ids": 3, "kinds": TokenKind.PROMPT, "logprobs": 0, "policy_versions": -1}
+    arrays = {name: getattr(first, name) for name in before}
+    longer = {name: np.r_[np.full(num_before, before[name], one.dtype), one] for name, one in arrays.items()}
+    prompted = replace(first, **longer, row_lengths=(num_before, first.num_tokens))
+    found = learner.update([replace(groups[0], trajectories=(prompted, *others)), *groups[1:]])
+    assert found["num_steps"] == 1 and math.isfinite(found["loss"])
 
 
 @pytest.mark.parametrize("stage", [0, 1])

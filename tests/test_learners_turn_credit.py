@@ -105,3 +105,11 @@ def test_equal_rewards_after_unequal_numbers_of_turns_are_learned_from(
     members = [with_observations(one) for one in made]
     learner: Any = make_learner(GRPOLearner, options)
     assert learner.select_members(members) == (members if is_kept else [])
+
+
+@pytest.mark.parametrize(("share", "is_kept"), [(0.9, True), (0.0, False)])
+def test_equal_rewards_after_unequal_lengths_are_learned_from_with_overlong_share(share: float, is_kept: bool) -> None:
+    rng = np.random.default_rng(0)
+    members = [make_trajectory(rng, turns=("search",) * count + ("answer",)) for count in (0, 3)]
+    learner: Any = make_learner(GRPOLearner, {"overlong_share": share, "max_model_tokens": 20})
+    assert learner.select_members(members) == (members if is_kept else [])

@@ -236,17 +236,18 @@ async def test_what_is_asked_while_a_fleet_is_down_is_given_up_together() -> Non
     pool = batcher(replica, timeout_s=timeout_s, max_retries=0)
     with pytest.raises(RetrievalError, match="replica died"):
         await pool.search(["first"], 1)
-    given_up: list[float] = []
+    given_up: list[float]
 
     async def ask(k: int) -> None:
         with pytest.raises(RetrievalError, match="no replica was up"):
             await pool.search(["q"], k)
         given_up.append(asyncio.get_running_loop().time())
 
-    asked_at = asyncio.get_running_loop().time()
-    await asyncio.gather(*map(ask, range(1, 6)))
-    assert min(given_up) - asked_at >= timeout_s  # the fleet was down before: that does not shorten the wait
-    assert max(given_up) - min(given_up) < timeout_s  # one wait for all, and not five
+    for _ in range(2):  # the second time, the fleet was down before: that does not shorten the wait
+        given_up, asked_at = [], asyncio.get_running_loop().time()
+        await asyncio.gather(*map(ask, range(1, 6)))
+        assert min(given_up) - asked_at >= timeout_s
+        assert max(given_up) - min(given_up) < timeout_s  # one wait for all, and not five
 
 
 async def test_no_retry_when_none_is_asked_for() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,14 @@ from recorded_run import record
 from envs.measures import RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
-from ragr1_actors.core.errors import ConfigError
-from ragr1_actors.core.types import ChatModel, Message, Sampling, StopReason, Task, Trajectory
+from ragr1_actors.core.errors import ConfigError, RetrievalError
+from ragr1_actors.core.types import ChatModel, Message, Sampling, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.preflight import check_classes, check_services
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.chat_client import EngineChat, open_models
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.groups import GroupRequest
+from ragr1_actors.rollout.groups import GroupRequest, summarize
 from retrieval.base import AskingRetriever, Passage, Retriever
 from retrieval.local import inner_retriever
 
@@ -73,6 +76,18 @@ async def test_a_judge_that_does_not_answer_is_a_failure_of_the_infrastructure()
         found = await play(config(url))
     assert found.stop_reason is StopReason.SERVICE_FAILED
     assert url in found.error and 'answered 500: "out of memory" (1 attempts)' in found.error
+
+
+async def test_a_failure_without_a_message_is_named_by_its_type() -> None:
+    class Silent(OnePassage):
+        async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+            raise RetrievalError(str(TimeoutError()))
+
+    async with stub_server(always(said("yes"))) as url:
+        found = await play(config(url), Silent())
+    assert (found.stop_reason, found.error) == (StopReason.RETRIEVAL_FAILED, "RetrievalError")
+    silent = replace(found, error="")  # as an environment of another version wrote it
+    assert summarize(TrajectoryGroup(found.task, (silent,))).errors == ("",)
 
 
 async def test_no_more_questions_are_asked_at_once_than_allowed() -> None:
@@ -134,6 +149,23 @@ async def test_an_engine_answers_as_an_endpoint_does(tmp_path: Path) -> None:
     assert first == again
     with pytest.raises(ValueError, match=r"tokens, expected fewer than 64; shorten it, or raise its max"):
         await model.chat([Message("user", "Is Riga right? " * 99)], SHORT)
+
+
+async def test_an_engine_loads_in_the_context_that_it_gets() -> None:
+    entered: list[str] = []
+
+    @contextmanager
+    def loading() -> Iterator[None]:
+        entered.append("loading")
+        yield
+        entered.append("left")
+
+    settings = ModelSettings(model="/none", engine="transformers")
+    (model,) = open_models({"judge": settings}, loading).values()
+    assert entered == []  # it loads with the first question
+    with pytest.raises(ConfigError, match="cannot load a tokenizer from /none"):
+        await model.chat(QUESTION, SHORT)
+    assert entered == ["loading"]
 
 
 async def test_an_engine_draws_with_the_seed_of_the_question() -> None:

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError, FleetError
 from ragr1_actors.core.schema import groups_from_record_batch
-from ragr1_actors.core.types import Completion, TokenKind
+from ragr1_actors.core.types import Completion, StopReason, Task, TokenKind
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.groups import summarize
+from ragr1_actors.rollout.groups import GroupRequest, summarize
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -45,6 +45,26 @@ def make_config(hang_timeout_s: float = 300, hedge_factor: float = 4, **env_runn
     config = AlgorithmConfig().env_runners(**settings).training(group_size=2)
     config = config.debugging(fault_tolerance={"hang_timeout_s": hang_timeout_s, "hedge_factor": hedge_factor})
     return config.environment(prompt="{question}", max_turns=3).freeze()
+
+
+async def test_a_group_that_ends_its_runners_has_failed(
+    ray_local: ModuleType, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
+    urgent: list[bool] = []
+
+    async def died(request: GroupRequest, *, is_urgent: bool) -> None:
+        urgent.append(is_urgent)
+
+    monkeypatch.setattr(fleet, "_local", None)
+    monkeypatch.setattr(fleet, "_sample_there", died)
+    found = await fleet.sample(GroupRequest("t#1", Task("t", "?", ("a",)), 2))
+    assert urgent == [False, True, True]  # a group that was lost goes before the others
+    assert (found.summary.num_failed, found.summary.rewards) == (2, ())
+    assert found.summary.stop_reasons == (StopReason.ENGINE_ERROR,) * 2
+    assert set(found.summary.errors) == {"the env runners that sampled it died, 3 times in a row"}
+    (group,) = groups_from_record_batch(found.batch)
+    assert [one.trajectory_id for one in group.trajectories] == ["t#1/0", "t#1/1"]
 
 
 @pytest.fixture(scope="module")

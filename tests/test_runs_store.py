@@ -35,7 +35,7 @@ from ragr1_actors.runs.run_directory import (
     steps_in_sft,
 )
 from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
-from ragr1_actors.runs.storage.uploads import LEASE_FILE, Lease
+from ragr1_actors.runs.storage.uploads import LEASE_FILE, Lease, Uploads
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.training_run import TrainingRun
 from retrieval.replicas.retriever_group import RetrieverGroup
@@ -138,6 +138,32 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     start(run_config(files), run_dir)
     return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+def test_trajectories_of_a_roll_back_are_uploaded_before_they_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, folder = Storage(f"file://{tmp_path / 'stored'}"), tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    uploads, first = Uploads(tmp_path / "run", storage), folder / "iteration_00001.arrow"
+    for number in range(1, 4):
+        (folder / f"iteration_0000{number}.arrow").write_bytes(b"before")
+        uploads.upload(storage)
+    assert [path.name for path in folder.iterdir()] == ["iteration_00003.arrow"]
+    upload = Storage.upload
+
+    def written_meanwhile(self: Storage, name: str, path: Path) -> None:
+        upload(self, name, path)
+        if name == "metrics.jsonl":
+            first.write_bytes(b"after a roll-back")
+
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+    with monkeypatch.context() as patched:
+        patched.setattr(Storage, "upload", written_meanwhile)
+        uploads.upload(storage)
+    uploads.upload(storage)
+    assert storage.read("trajectories/iteration_00001.arrow") == b"after a roll-back"
+    assert not first.exists()
 
 
 @pytest.mark.engine

@@ -408,6 +408,13 @@ def test_a_metric_that_a_group_lacks_counts_as_zero() -> None:
     assert metrics["rollout/queries_per_round"] == 1.5
 
 
+def test_equal_rewards_have_no_variance_whatever_the_rounding() -> None:
+    summaries = [GroupSummary((0.1,) * 3, 0, (), 0, {}), GroupSummary((0.1, 0.2), 0, (), 0, {})]
+    request = GroupRequest("t#0", Task("t", "?", ("a",)), 2, 1.0)
+    metrics = rollout_metrics([FinishedGroup(request, summary, None) for summary in summaries])
+    assert metrics["rollout/groups_with_variance"] == 0.5  # the standard deviation of the first is 1.4e-17
+
+
 def test_an_interrupt_waits_for_the_step_and_a_second_one_does_not() -> None:
     with InterruptGuard() as guard:
         done = False

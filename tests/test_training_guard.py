@@ -128,6 +128,14 @@ def test_values_outside_the_limits_are_in_no_baseline() -> None:
     assert guard.num_active == 1
 
 
+def test_the_first_gradient_is_no_alarm() -> None:
+    """As long as no rewards differ, the norm of the gradient is 0."""
+    guard = Guard(GuardSettings(action="roll_back"))
+    norms = [0.0] * 8 + [0.3] * 12
+    assert [guard.observe(n, {"learner/grad_norm": norm}) for n, norm in enumerate(norms)] == [[]] * 20
+    assert not guard.is_suspicious
+
+
 def test_settings_choose_action_limits_and_patience() -> None:
     chosen = {
         "action": "stop",

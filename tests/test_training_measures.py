@@ -12,7 +12,7 @@ from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import Trajectory
 from ragr1_actors.evaluation.evaluate import eval_result, own_measures
-from ragr1_actors.planning.preflight import check_names
+from ragr1_actors.planning.preflight import _check_best_metric, check_names
 from ragr1_actors.rollout.groups import GroupSummary
 from ragr1_actors.runs.report import RunReport, StageReport, TaskCounts, _table_rows
 
@@ -56,3 +56,11 @@ def test_a_metric_that_the_environment_lacks_is_refused() -> None:
         check_names(config("cautios"))
     with pytest.raises(ConfigError, match=r"checkpointing\.best_metric: got 'cautious'; expected one of: em, f1, "):
         check_names(config("cautious", "search"))
+    with pytest.raises(
+        ConfigError, match=r"checkpointing\.best_metric: got 'repeated_queries'; did you mean 'queries'"
+    ):
+        check_names(config("repeated_queries"))  # no evaluation reports it
+    agent = {"agent": AgentSettings(function="my_agent:solve")}
+    of_agent = config("em").environment.model_copy(update=agent)
+    with pytest.raises(ConfigError, match=r"best_metric: got 'cautious'"):
+        _check_best_metric(config("cautious").model_copy(update={"environment": of_agent}))

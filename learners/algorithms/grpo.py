@@ -92,8 +92,7 @@ class PolicyGradientLearner(Learner):
         if self.config.training.kl_coeff > 0:
             ref_logprobs_M = self.reference_logprobs(batch.flat)
             if self.options.kl_in == "reward":
-                old_M = batch.columns.old_logprobs
-                policy_M = batch.columns["rollout_logprobs"] if old_M is None else old_M
+                policy_M = batch.columns.policy_logprobs
                 columns["rollout_kl"] = KL_ESTIMATORS[self.options.kl_estimator](policy_M, ref_logprobs_M)
             else:
                 columns["ref_logprobs"] = ref_logprobs_M
@@ -147,7 +146,7 @@ class PolicyGradientLearner(Learner):
             metrics["kl"] = columns.rollout_kl
         if columns.segment_ids is not None:
             penalty = displacement_penalty(
-                outputs.logprobs, columns["old_logprobs"], columns["advantages"], columns.segment_ids
+                outputs.logprobs, columns.policy_logprobs, columns["advantages"], columns.segment_ids
             )
             loss = loss + self.options.llds_coeff * penalty
             metrics["llds"] = penalty
@@ -216,9 +215,12 @@ class GRPOLearner(PolicyGradientLearner):
         training, credit = self.config.training, self.options.turn_credit
         if training.kl_coeff or training.entropy_coeff:
             return True
+        rewards_N = torch.tensor([member.reward for member in members], dtype=torch.float64)
+        rewards_N -= self._overlong_penalties(torch.tensor([float(one.num_model_tokens) for one in members]))
+        if has_variance(rewards_N.tolist()):
+            return True
         if credit is None or not members:
             return False
-        rewards_N = torch.tensor([member.reward for member in members], dtype=torch.float64)
         of_one_group = [0] * len(members)
         advantages_T = turn_advantages(members, of_one_group, rewards_N, credit.gamma, self.trajectory_advantages)
         return bool((advantages_T.abs() > GROUP_EPSILON).any())
@@ -236,13 +238,15 @@ class GRPOLearner(PolicyGradientLearner):
 
     def shaped_rewards(self, batch: TrainBatch) -> torch.Tensor:
         """Return the reward per trajectory minus the penalties for length and divergence, float64 ``[N]``."""
-        rewards_N = batch.rewards
-        if self.options.overlong_share:
-            lengths_N = batch.model_lengths.double()
-            rewards_N -= overlong_penalty(lengths_N, self.max_model_tokens, self.options.overlong_share)
+        rewards_N = batch.rewards - self._overlong_penalties(batch.model_lengths)
         if batch.columns.rollout_kl is not None:
             rewards_N -= self.config.training.kl_coeff * batch.per_trajectory(batch.columns.rollout_kl)
         return rewards_N
+
+    def _overlong_penalties(self, lengths_N: torch.Tensor) -> torch.Tensor:
+        if not self.options.overlong_share:
+            return torch.zeros(len(lengths_N), dtype=torch.float64)
+        return overlong_penalty(lengths_N.double(), self.max_model_tokens, self.options.overlong_share)
 
     def step_columns(self, batch: TrainBatch, indices: list[int]) -> dict[str, torch.Tensor]:
         """Return the weight per MODEL token if the step does not average over all its tokens."""

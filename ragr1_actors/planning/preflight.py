@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,7 @@ from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer
 from ragr1_actors.rollout.engines.chat_client import ChatClient, open_models
 from ragr1_actors.rollout.gateway.agents import check_agent
 from ragr1_actors.rollout.groups import STRATEGIES, RolloutStrategy, make_strategy
+from ragr1_actors.runs.report import EvalResult
 from ragr1_actors.runs.run_directory import stored_tools
 from ragr1_actors.runs.storage.store import RunStore
 from retrieval.base import RETRIEVERS, SHARED_KEYS, ProbedRetriever, needs_index
@@ -90,11 +92,19 @@ def check_names(config: RunConfig, *, has_index: bool = False, has_policy: bool 
             "or transformers, and evaluate the endpoint with `ragr1 evaluate --endpoint URL --model NAME`"
         )
     check_curriculum(environment)
-    metric, known = config.checkpointing.best_metric, {**MEASURES, **check_environment(environment.env).measures}
-    if metric and metric not in known:
-        raise ConfigError(f"checkpointing.best_metric: got {metric!r}{nearest(metric, known)}")
+    _check_best_metric(config)
     if _is_file("sft.demonstrations", demonstrations, "a file of demonstrations", CORRECT, MIXTURE):
         TeacherSource(environment, demonstrations)
+
+
+def _check_best_metric(config: RunConfig) -> None:
+    """Raise a ``ConfigError`` if no evaluation has the metric by which checkpoints are compared."""
+    metric, environment = config.checkpointing.best_metric, config.environment
+    measures = check_environment(environment.env).measures if environment.agent is None else {}
+    own = [name for name in measures if name not in MEASURES]
+    known = [*(one.name for one in fields(EvalResult) if one.name in MEASURES), *own]
+    if metric and metric not in known:
+        raise ConfigError(f"checkpointing.best_metric: got {metric!r}{nearest(metric, known)}")
 
 
 def check_room(config: RunConfig, run_dir: Path) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from ragr1_actors.rollout.engines.base import (
     load_tokenizer,
     show_images,
 )
-from ragr1_actors.rollout.engines.chat_client import open_models
+from ragr1_actors.rollout.engines.chat_client import Loading, open_models
 from ragr1_actors.rollout.engines.endpoint_engine import EndpointTokenizer
 from ragr1_actors.rollout.gateway.attempt import AgentAttempts
 from ragr1_actors.rollout.groups import GroupRequest, Independent, checked_sample, make_strategy
@@ -94,15 +95,22 @@ class EngineLoad:
 class EnvRunner:
     """Samples trajectories with one engine."""
 
-    def __init__(self, config: SamplerConfig, tokenizer: Tokenizer, retriever: Retriever, engine: Engine) -> None:
-        """Take a loaded engine, which only this runner uses."""
+    def __init__(
+        self,
+        config: SamplerConfig,
+        tokenizer: Tokenizer,
+        retriever: Retriever,
+        engine: Engine,
+        loading: Loading = nullcontext,
+    ) -> None:
+        """Take a loaded engine, which only this runner uses; engines of ``environment.models`` load in ``loading``."""
         self.engine = engine
         self._config = config
         self._tokenizer = tokenizer
         self._env_class: Callable[..., TextEnv] = load_object(config.environment.env, ENVS)
         self._reward = Reward(config.environment)
         self._strategy = make_strategy(config.env_runners)
-        models = open_models(config.environment.models)
+        models = open_models(config.environment.models, loading)
         if isinstance(retriever, AskingRetriever):
             retriever.use_models(models)
         self._paced = retriever if isinstance(retriever, PacedRetriever) else None
@@ -115,7 +123,14 @@ class EnvRunner:
         self._room = asyncio.Semaphore(config.env_runners.max_concurrent_trajectories)
 
     @classmethod
-    def load(cls, config: SamplerConfig, policy: AnyFolder, retriever: Retriever, version: int = 0) -> Self:
+    def load(
+        cls,
+        config: SamplerConfig,
+        policy: AnyFolder,
+        retriever: Retriever,
+        version: int = 0,
+        loading: Loading = nullcontext,
+    ) -> Self:
         """Load the engine that ``env_runners.engine`` names; ``version`` is for the weights in ``policy``."""
         engine_class = load_object(config.env_runners.engine, ENGINES)
         policy_dir: str | Path
@@ -128,7 +143,7 @@ class EnvRunner:
             tokenizer = load_tokenizer(policy_dir, config.policy)
         engine: Engine = engine_class(policy_dir, tokenizer, EngineArguments.of(config, version))
         check_takes_part(engine, config)  # now, and not when the first version is published
-        return cls(config, tokenizer, retriever, engine)
+        return cls(config, tokenizer, retriever, engine, loading)
 
     async def close(self) -> None:
         """End the agents' gateway, and free the engine."""

@@ -109,6 +109,27 @@ class FinishedGroup:
     """``ray.ObjectRef`` of the group's record batch, or the batch itself if the driver samples."""
 
 
+def failed_group(request: GroupRequest, error: str) -> TrajectoryGroup:
+    """Return the group of a request whose engine failed before it sampled anything."""
+    no_tokens = np.zeros(0, np.int32)
+    failed = [
+        Trajectory(
+            trajectory_id=request.trajectory_id(index),
+            task=request.task,
+            token_ids=no_tokens,
+            kinds=no_tokens.astype(np.uint8),
+            logprobs=no_tokens.astype(np.float32),
+            policy_versions=no_tokens,
+            turns=(),
+            stop_reason=StopReason.ENGINE_ERROR,
+            reward=0.0,
+            error=error,
+        )
+        for index in range(request.num_trajectories)
+    ]
+    return TrajectoryGroup(request.task, tuple(failed))
+
+
 def summarize(group: TrajectoryGroup) -> GroupSummary:
     """Return the summary of a group for task ledger and metrics."""
     kept = [t for t in group.trajectories if not t.stop_reason.is_failure]

@@ -59,7 +59,7 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """Evaluation at the end of a stage, and the stage's wall time in seconds."""
+    """Evaluation at the end of a stage, and the run's wall time since the stage before in seconds, over all resumes."""
 
     stage: StageName
     eval: EvalResult

@@ -534,7 +534,7 @@ def rollout_metrics(batch: Sequence[FinishedGroup]) -> dict[str, float]:
         **{name if name.startswith(TIME_PREFIX) else f"rollout/{name}": value for name, value in means.items()},
         "rollout/reward": float(np.mean([r.mean() for r in rewards])),
         "rollout/reward_std": float(np.mean([r.std() for r in rewards])),
-        "rollout/groups_with_variance": float(np.mean([r.std() > 0 for r in rewards])),
+        "rollout/groups_with_variance": float(np.mean([len(r) > 1 and has_variance(r.tolist()) for r in rewards])),
         **{f"rollout/{name}": ratio(means, *of) for name, of in (RATIOS | _RATIOS).items()},
         "rollout/failed_trajectories": float(sum(s.num_failed for s in summaries)),
         **_by_source(batch),

@@ -45,10 +45,13 @@ class Rule:
     """Whether the baseline is the highest median so far, and not the newest: a slow fall counts, too."""
 
     def bounds(self, baseline: float | None) -> Limits:
-        """Return the least and greatest allowed values; without a baseline, all are allowed."""
+        """Return the least and greatest allowed values; without a baseline, or for a multiple of 0, all are allowed.
+
+        The gradient's norm is 0 as long as no rewards differ: its first other value is no alarm.
+        """
         if self.unit == "absolute":
             return self.low, self.high
-        if baseline is None:
+        if baseline is None or (self.unit == "times" and not baseline):
             return None, None
 
         def at(limit: float) -> float:

@@ -246,9 +246,8 @@ class TrainingRun:
     def _run_stages(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
         config = self._config
         if not self._has_stage("start"):
-            self._evaluate(algorithm, logger, "start", time.monotonic())
+            self._evaluate(algorithm, logger, "start")
         if config.sft.num_steps and not (self._has_stage("sft") and algorithm.is_pretrained):
-            started = time.monotonic()
             with show_progress(self._console, "SFT", config.sft.num_steps, algorithm.sft_step) as report:
 
                 def on_step(step: int, metrics: dict[str, float]) -> None:
@@ -262,12 +261,11 @@ class TrainingRun:
             decisions = ", ".join(f"{name} {count:,}" for name, count in sorted(num_decisions.items()))
             if decisions:  # nothing is demonstrated if the run was resumed after stage 1
                 self._console.print(f"decisions demonstrated: {decisions}")
-            score = self._evaluate(algorithm, logger, "sft", started)
+            score = self._evaluate(algorithm, logger, "sft")
             self._save(algorithm, score, wait=False)
-        started = time.monotonic()
         if algorithm.iteration < config.training.num_iterations:
             self._reinforce(algorithm, logger)
-        score = self._evaluate(algorithm, logger, "rl", started)
+        score = self._evaluate(algorithm, logger, "rl")
         self._save(algorithm, score)
 
     def _reinforce(self, algorithm: Algorithm, logger: MetricsLogger) -> None:
@@ -419,7 +417,7 @@ class TrainingRun:
     def _has_stage(self, name: StageName) -> bool:
         return any(stage.stage == name for stage in self._stages)
 
-    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName, started: float) -> float | None:
+    def _evaluate(self, algorithm: Algorithm, logger: MetricsLogger, name: StageName) -> float | None:
         """Evaluate at the end of a stage and return the score; None if that was done before a resume."""
         if self._has_stage(name):
             return None
@@ -429,7 +427,8 @@ class TrainingRun:
         values = {f"eval/{key}": value for key, value in result.by_name().items()}
         logger.log(f"eval_{name}", algorithm.iteration, values, self._decisions(algorithm), self._incidents.take())
         logger.log_examples(f"eval_{name}", algorithm.iteration, examples)
-        self._stages.append(StageReport(name, result, time.monotonic() - started))
+        before_s = sum(stage.wall_s for stage in self._stages)
+        self._stages.append(StageReport(name, result, self._wall_s() - before_s))
         return self._score(result)
 
     def describe_end(self, report: RunReport) -> None:

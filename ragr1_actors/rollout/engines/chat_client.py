@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -213,12 +214,16 @@ def _in_utf8(message: Any) -> Any:
     return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
 
 
+Loading = Callable[[], AbstractContextManager[None]]
+"""Context in which an engine loads in a process that answers nothing meanwhile."""
+
+
 class EngineChat:
     """Asks a model that an engine of this process runs; it loads with the first question."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        """Take the settings; the model loads with the first question."""
-        self._settings = settings
+    def __init__(self, settings: ModelSettings, loading: Loading = nullcontext) -> None:
+        """Take the settings; the model loads with the first question, in ``loading``."""
+        self._settings, self._loading = settings, loading
         self._numbers = itertools.count()
 
     async def chat(self, messages: Sequence[Message], sampling: Sampling) -> str:
@@ -246,17 +251,18 @@ class EngineChat:
     @cached_property
     def _loaded(self) -> tuple[Any, Any]:
         settings = self._settings
-        tokenizer = load_tokenizer(settings.model, PolicySettings())
-        limits = EngineArguments(settings.max_in_flight, settings.max_context_tokens)
-        return tokenizer, load_object(settings.engine, ENGINES)(settings.model, tokenizer, limits)
+        with self._loading():
+            tokenizer = load_tokenizer(settings.model, PolicySettings())
+            limits = EngineArguments(settings.max_in_flight, settings.max_context_tokens)
+            return tokenizer, load_object(settings.engine, ENGINES)(settings.model, tokenizer, limits)
 
 
-def open_models(models: Mapping[str, ModelSettings]) -> dict[str, ChatModel]:
+def open_models(models: Mapping[str, ModelSettings], loading: Loading = nullcontext) -> dict[str, ChatModel]:
     """Return a client for each of ``environment.models``; nothing is loaded or sent yet. Raises ``ConfigError``."""
-    return {name: _open(name, settings) for name, settings in models.items()}
+    return {name: _open(name, settings, loading) for name, settings in models.items()}
 
 
-def _open(name: str, settings: ModelSettings) -> ChatModel:
+def _open(name: str, settings: ModelSettings, loading: Loading) -> ChatModel:
     key = f"environment.models.{name}"
     if bool(settings.url) == bool(settings.engine):
         raise ConfigError(
@@ -264,7 +270,7 @@ def _open(name: str, settings: ModelSettings) -> ChatModel:
             "endpoint, or an engine that runs the folder model in each env runner"
         )
     if settings.engine:
-        return EngineChat(settings)
+        return EngineChat(settings, loading)
     names = {field: f"{key}.{field}" for field in ("key_env", "model", "body")}
     return ChatClient(settings, settings.max_in_flight, Options(f"{key}.url", **names, load=f"{key}.max_in_flight"))
 

@@ -54,7 +54,14 @@ from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, RequestQueue, summarize
+from ragr1_actors.rollout.groups import (
+    FinishedGroup,
+    GroupRequest,
+    GroupSummary,
+    RequestQueue,
+    failed_group,
+    summarize,
+)
 from retrieval.base import Retriever
 
 T = TypeVar("T")
@@ -72,6 +79,8 @@ _HEDGE_AFTER_S = 5.0
 """Seconds before which no group is sampled twice."""
 MAX_HANGS = 3
 """Limit of hangs in a row, without a finished group in between; then the runner is lost, as its work takes too long."""
+_MAX_DEATHS = 3
+"""Limit of deaths in a row of the runners of one group; then the group has failed, as it may be what ends them."""
 RESTART_TIMEOUT_S = 300.0
 """Seconds for which the fleet waits for a runner to come back if none is healthy."""
 _FIRST_BEAT_S = 2.0
@@ -92,7 +101,7 @@ class EnvRunnerActor:
         import torch
 
         torch.set_num_threads(num_threads)
-        self._load = partial(EnvRunner.load, config, policy, retriever, version)
+        self._load = partial(EnvRunner.load, config, policy, retriever, version, beating)
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
         with beating():
             self._loaded: EnvRunner | None = None if waits else self._load()
@@ -293,15 +302,20 @@ class EnvRunnerGroup:
     async def sample(self, request: GroupRequest, *, is_urgent: bool = False) -> FinishedGroup:
         """Sample a group; an urgent one goes before those that wait for a runner.
 
+        A group whose runners died ``_MAX_DEATHS`` times is returned as failed: it may be what ends them.
+
         Raises:
             FleetError: no runner is left and none comes back; the message has the last one's reason.
             RagR1Error: of a runner's settings or environment.
         """
         if self._local is not None:
             return await self._sample_here(self._local, request)
-        while (finished := await self._sample_there(request, is_urgent=is_urgent)) is None:
-            is_urgent = True
-        return finished
+        for num_deaths in range(_MAX_DEATHS):
+            finished = await self._sample_there(request, is_urgent=is_urgent or num_deaths > 0)
+            if finished is not None:
+                return finished
+        lost = failed_group(request, f"the env runners that sampled it died, {_MAX_DEATHS} times in a row")
+        return FinishedGroup(request, summarize(lost), groups_to_record_batch([lost]))
 
     async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
         self._queue.begin(runner, request.num_trajectories)

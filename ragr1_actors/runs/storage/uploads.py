@@ -205,7 +205,8 @@ class Uploads:
                 remote.link(TRAJECTORIES, StoredFolder(tuple(sorted(self._recorded.values())), "", prefix=TRAJECTORIES))
                 self._listed = dict(self._recorded)
             for path in sorted(self._path.glob(f"{TRAJECTORIES}/iteration_*.arrow"))[:-1]:
-                if path.name in self._listed:
+                is_newest = self._uploaded.get(f"{TRAJECTORIES}/{path.name}") == stamp_of(path)  # not after a roll-back
+                if path.name in self._listed and is_newest:
                     path.unlink()  # in a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
