@@ -33,7 +33,7 @@ CORRECTIONS: dict[str, list[str]] = {
 }
 VARIANTS: dict[tuple[int, str], list[str]] = {
     (0, "none"): [],
-    (0, "turn_credit"): ["training.options={turn_credit: {}}"],
+    (0, "turn_credit"): ["training.options={turn_credit: {}, drop_zero_variance: true}"],
     **{
         (lag, name): [f"training.max_policy_lag={lag}", *overrides]
         for lag in (1, 2, 4)
