@@ -96,8 +96,8 @@ class WorldOptions(Section):
     """Shares of the categories in the tasks: ``{one_hop: 0.5, two_hop: 0.5}``. They sum to 1. Training has fewer tasks
     if the world has too few questions of a category: about 4,600 of three hops."""
     habits: dict[str, dict[Habit, Annotated[float, Field(ge=0)]]] = Field({})
-    """Probability of each habit in the demonstrations of a category: ``{one_hop: {good: 0.2, guess: 0.8}}``; the other
-    categories keep their default."""
+    """Probability of each habit in the demonstrations of a category: ``{one_hop: {good: 0.2, guess: 0.8}}``, of habits
+    that its default mixture has, or ``guess``; the other categories keep their default."""
 
     @field_validator("shares", "habits")
     @classmethod
@@ -112,6 +112,17 @@ class WorldOptions(Section):
         if not math.isclose(total := sum(shares.values()), 1.0, abs_tol=1e-6):
             raise ValueError(f"the shares sum to {total:g}, expected 1")
         return shares
+
+    @field_validator("habits")
+    @classmethod
+    def _can_be_shown(cls, habits: dict[str, dict[Habit, float]]) -> dict[str, dict[Habit, float]]:
+        for category, weights in habits.items():
+            known = {**DEFAULT_MIXTURE[category], Habit.GUESS: 0.0}
+            if wrong := [habit for habit in weights if habit not in known]:
+                raise ValueError(f"{category}: got {wrong[0]}, expected habits of {', '.join(known)}")
+            if not sum(weights.values()) > 0:
+                raise ValueError(f"{category}: the probabilities sum to 0, expected more; leave it out for the default")
+        return habits
 
 
 class WorldSource(TaskSource):

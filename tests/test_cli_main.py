@@ -37,6 +37,7 @@ from ragr1_actors.runs.run_directory import (
 from ragr1_actors.runs.storage.store import find_store
 from ragr1_actors.runs.telemetry.metrics import read_metrics
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from retrieval.images import INDEX_FILE
 
 pytestmark = pytest.mark.engine
 
@@ -252,6 +253,39 @@ def test_index_commands(tmp_path: Path, corpus: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"question": "Where is Riga?", "answer": "Latvia"}\n')
     assert "supporting" in invoke("index", "eval", str(index), "--tasks", str(tasks))
+
+
+BUILD, BUILD_PAGES = ("index", "build", "--corpus", "corpus.json"), ("index", "build", "--corpus", "pages")
+PAGES_TAKE = "got pages, which take only --corpus, --out, --encoder and --option; leave the others out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*BUILD, "--type", "flat", "--vectors", "pq"), "--vectors: got pq with --type flat; give --type hybrid"),
+        ((*BUILD, "--type", "bm25", "--encoder", "e5"), "--encoder: got e5 with --type bm25, which has no vectors"),
+        ((*BUILD_PAGES, "--vectors", "pq"), PAGES_TAKE),
+        ((*BUILD_PAGES, "--format", "dpr"), PAGES_TAKE),
+        ((*BUILD_PAGES, "--split-words", "100"), PAGES_TAKE),
+        ((*BUILD_PAGES, "--restart"), PAGES_TAKE),
+        ((*BUILD_PAGES, "--cpus-per-actor", "2"), PAGES_TAKE),
+        ((*BUILD_PAGES, "--gpus-per-actor", "1"), PAGES_TAKE),
+        (("index", "search", "images", "red", "--reranker", "r"), "--reranker: images has page images"),
+        (("index", "serve", "index", "--encoders", "2"), "--encoders: got 2 with --retrievers 0; add --retrievers 1"),
+        (("evaluate", "run", "--latency-tasks", "100"), "--latency-tasks: got 100 without --latency; add it"),
+        (("simulate", "quickstart", "--from", "run", "--gpu", "a100-80gb"), "--gpu, --passages: got --from, whose run"),
+        (("simulate", "quickstart", "--from", "run", "--passages", "9"), "--gpu, --passages: got --from, whose run"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    for name in ("pages/1.png", f"images/{INDEX_FILE}"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    out = ("--out", "out") if "build" in arguments else ()
+    assert invoke(*arguments, *out).startswith(f"error: {message}")
 
 
 def test_a_passage_that_is_found_gives_the_terminal_no_orders(tmp_path: Path, corpus: Path) -> None:

@@ -154,6 +154,11 @@ def task_file(folder: Path, name: str, count: int, **fields: Any) -> str:
         ({"shares": {"one_hops": 1.0}}, "there is no category one_hops; did you mean 'one_hop'"),
         ({"habits": {"two_hops": {"good": 1.0}}}, "there is no category two_hops; did you mean 'two_hop'"),
         ({"habits": {"two_hop": {"god": 1.0}}}, "god"),
+        ({"habits": {"one_hop": {"stop_early": 1}}}, "one_hop: got stop_early, expected habits of good, guess"),
+        ({"habits": {"two_hop": {"good": 1, "first_only": 0}}}, "two_hop: got first_only, expected habits of good"),
+        ({"habits": {"comparison_2": {"needless": 1}}}, "comparison_2: got needless"),
+        ({"habits": {"one_hop": {"good": 0}}}, "one_hop: the probabilities sum to 0, expected more"),
+        ({"habits": {"one_hop": {}}}, "one_hop: the probabilities sum to 0, expected more"),
     ],
 )
 def test_wrong_shares_and_habits_of_the_world_are_refused(options: dict[str, Any], problem: str) -> None:

@@ -79,6 +79,16 @@ def test_an_id_of_two_questions_gets_a_suffix(tmp_path: Path) -> None:
         assert "3 ids that another question had" in str(loaded.report)
 
 
+def test_the_time_for_equal_ids_is_linear(tmp_path: Path) -> None:
+    took_s = []
+    for number in (2_000, 8_000):
+        path = write(tmp_path / "t.json", [{"id": 7, "question": f"Which {n}?", "answer": "b"} for n in range(number)])
+        started = time.process_time()
+        assert load_tasks(path).tasks[-1].task_id == f"t/7#{number}"
+        took_s.append(time.process_time() - started)
+    assert took_s[1] < 10 * took_s[0]  # 4 times the records; quadratic takes 16 times as long
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
 def test_a_compressed_file_is_told_by_its_first_bytes(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     (tmp_path / "t.json").write_bytes(pack(json.dumps([{"question": "q?", "answer": "b"}]).encode()))

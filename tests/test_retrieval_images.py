@@ -137,7 +137,7 @@ def test_pages_are_not_written_over_and_take_no_options_of_passages(model: Path,
     with pytest.raises(ConfigError, match=r"--option\.dpi: got 1"):
         build_image_index(pages, tmp_path / "index", str(model), {"dpi": 1})
     refused = CliRunner().invoke(app, ["index", "build", "--corpus", str(pages), "--out", "x", "--type", "hnsw"])
-    assert isinstance(refused.exception, UserError) and "got pages, which take none of them" in str(refused.exception)
+    assert isinstance(refused.exception, UserError) and "got pages, which take only --corpus" in str(refused.exception)
 
 
 async def test_an_index_is_searched_from_another_folder(

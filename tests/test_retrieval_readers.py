@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
@@ -159,6 +160,12 @@ def test_dpr_quotes_are_undone(tmp_path: Path) -> None:
     assert read(tmp_path, content, "psgs_w100.tsv") == expected
     assert read(tmp_path, content, "known_by_its_header") == expected
     assert read(tmp_path, "title\tid\ttext\nT\t2\tx", "c.tsv") == [Passage("2", "T", "x")]
+
+
+def test_a_text_of_a_table_may_be_as_long_as_one_of_json(tmp_path: Path) -> None:
+    csv.field_size_limit(131_072)  # Python's default, which another reader may have raised
+    text = "word " * 30_000
+    assert read(tmp_path, f"id\ttext\ttitle\n1\t{text}\tA\n", "c.tsv") == [Passage("1", "A", text)]
 
 
 def test_kilt_articles_lose_their_markers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from base64 import b64decode
@@ -218,6 +219,34 @@ async def test_an_endpoint_gets_images_as_parts() -> None:
     assert second["content"][1:3] == [url_of(OTHER), url_of(PAGE)] and second["content"][3]["text"] == "!"
     assert third["content"] == [url_of(OTHER), {"type": "text", "text": "?"}]
     assert [one.num_tokens for one in found.images] == [1, 1, 1, 1]
+    assert not tokenizer.kept(found.token_ids.tolist())  # turns and images of an attempt that ended
+
+
+async def test_an_agent_that_left_an_endpoint_goes_on_with_its_turns_and_images() -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if len(json.loads(await request.text())["messages"]) > 1 and not asked.is_set():
+            asked.set()
+            await left.wait()
+        return web.json_response({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]})
+
+    async with stub_server(answer) as url:
+        tokenizer = EndpointTokenizer()
+        engine = EndpointEngine("", tokenizer, EngineArguments(1, 400, options={"url": url, "model": "m"}))
+        ids = tokenizer.prompt_ids([Message("user", ("Which?", PAGE, ""))])
+        ids += (await engine.generate(ids, Sampling(8), request_id="a")).token_ids
+        request = asyncio.create_task(engine.generate(ids, Sampling(8), request_id="a"))
+        await asked.wait()
+        request.cancel()
+        await asyncio.wait({request})
+        engine.release("a")
+        left.set()
+        assert len(tokenizer.kept(ids)) == 2
+        ids += (await engine.generate(ids, Sampling(8), request_id="a")).token_ids
+        assert len(tokenizer.kept(ids)) == 3
+        engine.release("a")
+        assert not tokenizer.kept(ids)
 
 
 class Odd(TextEnv):

@@ -194,6 +194,7 @@ class _Reading:
         self._whole = whole
         self._first_of: dict[str, Task] = {}  # by question key
         self._ids: set[str] = set()
+        self._numbers: dict[str, Iterator[int]] = {}  # behind an id, each tried once
 
     def read(self, file: TaskFile, of_file: str) -> None:
         """Read one file; ``of_file`` ends the places of its faults."""
@@ -224,7 +225,7 @@ class _Reading:
         else:
             if task.task_id in self._ids:
                 faults.add("num_repeated_ids", place)
-                task = replace(task, task_id=_unused(task.task_id, self._ids))
+                task = replace(task, task_id=self._unused(task.task_id))
             self._keep(task, place)
             self._first_of[key] = task
             self._ids.add(task.task_id)
@@ -234,10 +235,10 @@ class _Reading:
         if any(answer[0] == "[" for answer in task.golden_answers):
             self.faults.add("num_answers_with_bracket", place)
 
-
-def _unused(task_id: str, ids: set[str]) -> str:
-    """Return ``"t/7#2"`` for a second ``"t/7"``, and so on."""
-    return next(name for number in count(2) if (name := f"{task_id}#{number}") not in ids)
+    def _unused(self, task_id: str) -> str:
+        """Return ``"t/7#2"`` for a second ``"t/7"``, and so on."""
+        numbers = self._numbers.setdefault(task_id, count(2))
+        return next(name for number in numbers if (name := f"{task_id}#{number}") not in self._ids)
 
 
 def _add_aliases(record: Record, aliases: dict[str, list[str]]) -> bool:

@@ -65,6 +65,10 @@ TasksOption = Annotated[
 DataOption = Annotated[
     Path | None, typer.Option("--data", help="The folder of FlashRAG's sets, for a name; default: the hub.")
 ]
+LatencyTasksOption = Annotated[
+    int | None,
+    typer.Option("--latency-tasks", min=1, help="How many tasks --latency answers one at a time.", show_default="100"),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", help="A JSON-lines file with the score of every task; the same command goes on with it."),
@@ -90,9 +94,7 @@ def evaluate(
     body: BodyOption = "{}",
     concurrency: ConcurrencyOption = None,
     latency: Annotated[bool, typer.Option("--latency", help="Measure latency, one at a time and at load.")] = False,
-    latency_tasks: Annotated[
-        int, typer.Option("--latency-tasks", min=1, help="How many tasks --latency answers one at a time.")
-    ] = 100,
+    latency_tasks: LatencyTasksOption = None,
     out: OutOption = None,
     against: AgainstOption = None,
     as_json: JsonOption = False,
@@ -103,6 +105,8 @@ def evaluate(
     """
     from ragr1_actors.evaluation.evaluated_policy import EvalRequest
 
+    if latency_tasks is not None and not latency:
+        raise ConfigError(f"--latency-tasks: got {latency_tasks} without --latency; add it, or leave it out")
     words = [word for word in (source, *(overrides or [])) if word]
     is_named = bool(words) and not (endpoint and re.match(r"\w+(\.\w+)+=", words[0]))
     request = EvalRequest(
@@ -117,7 +121,7 @@ def evaluate(
         tasks=tasks or None,
         data=data,
         num_tasks=num_tasks,
-        num_alone=latency_tasks if latency else 0,
+        num_alone=(latency_tasks or 100) if latency else 0,
         against=against,
     )
     check_request(request, out)

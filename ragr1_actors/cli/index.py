@@ -88,9 +88,9 @@ def build(
     from retrieval.images import is_pages
 
     if is_pages(corpus):
-        return _build_pages(corpus, out, encoder, option, (index_type, num_shards, num_actors, device))
-    if num_gpus is not None and device == "cpu":
-        raise UserError(f"--gpus-per-actor: got {num_gpus:g} with --device cpu; add --device cuda, or leave it out")
+        others = (index_type, vector_type, corpus_format, split_words, num_shards, device, num_actors, num_cpus)
+        return _build_pages(corpus, out, encoder, option, (*others, num_gpus, restart))
+    _refuse_idle(index_type, vector_type, encoder, device, num_gpus)
     each = (workers := Workers(num_actors, num_cpus, num_gpus, device)).resources
     actors = [Demand("encoding actors", num_actors, each["num_cpus"], each["num_gpus"])] if num_actors else []
     passages = read_passages(corpus, corpus_format=corpus_format, split_words=split_words)
@@ -114,11 +114,21 @@ def build(
     print_line(f"{info['count']:,} passages, {info['bytes'] / 1e6:,.1f} MB in {out}")
 
 
+def _refuse_idle(index_type: str, vector_type: str, encoder: str, device: str, num_gpus: float | None) -> None:
+    """Refuse options of a build that would have no effect, with a ``UserError``."""
+    if index_type != "hybrid" and vector_type not in ("flat", index_type):
+        raise UserError(f"--vectors: got {vector_type} with --type {index_type}; give --type hybrid, or leave it out")
+    if index_type == "bm25" and encoder != "static":
+        raise UserError(f"--encoder: got {encoder} with --type bm25, which has no vectors; leave it out")
+    if num_gpus is not None and device == "cpu":
+        raise UserError(f"--gpus-per-actor: got {num_gpus:g} with --device cpu; add --device cuda, or leave it out")
+
+
 def _build_pages(corpus: Path, out: Path, model: str, option: list[str] | None, others: tuple[object, ...]) -> None:
     from retrieval.images import build_image_index
 
-    if others != ("flat", 1, 0, "cpu"):
-        raise UserError("--type, --shards, --actors, --device: got pages, which take none of them; leave them out")
+    if others != ("flat", "flat", "auto", 0, 1, "cpu", 0, 1, None, False):
+        raise UserError("got pages, which take only --corpus, --out, --encoder and --option; leave the others out")
     num_pages = build_image_index(corpus, out, model, parse_options(option))
     print_line(f"{num_pages:,} pages in {out}; retrieval.type=images finds them")
 
@@ -183,6 +193,8 @@ def search(
 
     options = parse_options(option)
     if is_image_index(index):
+        if reranker:
+            raise UserError(f"--reranker: {index} has page images, which no reranker reads; leave it out")
         found = ImageRetriever({"folder": str(index), **options}).search_batch(queries, k)
         results = [[replace(page, image=None) for page in pages] for pages in found]
     else:
@@ -293,6 +305,8 @@ def serve(
             )
         run(ImageRetriever({"folder": str(index), **parse_options(option)}))
         return
+    if num_encoders and not num_retrievers:
+        raise UserError(f"--encoders: got {num_encoders} with --retrievers 0; add --retrievers 1, or leave it out")
     settings = RetrievalSettings(
         num_retrievers=num_retrievers,
         encoders=EncoderActors(num_encoders=num_encoders),

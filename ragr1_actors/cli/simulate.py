@@ -115,7 +115,9 @@ def simulate(
         str | None,
         typer.Option("--from", metavar="RUN", help="Take times and trajectories from this run, a directory or URI."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...")] = "a100-80gb",
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...", show_default="a100-80gb")
+    ] = None,
     passages: Annotated[
         int | None, typer.Option(min=1, help="Passages of the index; default: those of retrieval.index or .corpus.")
     ] = None,
@@ -135,10 +137,15 @@ def simulate(
     from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
+    if run is not None and (gpu is not None or passages is not None):
+        raise UserError("--gpu, --passages: got --from, whose run has measured the times; leave them out")
     seeds = [] if seed is None else [f"debugging.seed={seed}"]
     config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze())
     recording = None if run is None else read_recording(run)
-    pace, workload = planned(config, gpu, passages) if recording is None else (recording.pace, recording.workload)
+    if recording is None:
+        pace, workload = planned(config, gpu or "a100-80gb", passages)
+    else:
+        pace, workload = recording.pace, recording.workload
     size = Size(
         runners or max(1, config.env_runners.num_env_runners), retrievers or max(1, config.retrieval.num_retrievers)
     )

@@ -39,7 +39,7 @@ from typing import Any, BinaryIO
 from ragr1_actors.core.disk.data_files import is_parquet, opened, parquet_rows, unpacked_name
 from ragr1_actors.core.errors import ConfigError, DataError, nearest, shortened, valid_unicode
 from retrieval.base import HEADING, Passage
-from retrieval.corpora.json_stream import JsonStream, decode_json, json_lines, text_lines
+from retrieval.corpora.json_stream import MAX_ENTRY, JsonStream, decode_json, json_lines, text_lines
 from retrieval.corpora.report import CorpusReport, CorpusTally
 from retrieval.corpora.text import HashTable, hash_text, split_passages
 
@@ -386,6 +386,7 @@ def _without_nulls(record: Any, shapes: tuple[str, ...]) -> Any:
 
 def _read_table(file: BinaryIO, reading: _Reading) -> Iterator[Passage]:
     path, tally = reading.path, reading.tally
+    csv.field_size_limit(MAX_ENTRY)  # csv refuses fields of more than 131,072 characters unless told
     # Strict, so that a quote that is not closed or not doubled is an error and does not swallow lines.
     rows = csv.reader((line for _, line in text_lines(file, path)), delimiter="\t", strict=True)
     columns: list[int] = []

@@ -126,7 +126,7 @@ class _Waiting(Generic[A]):
     query: str
     k: int
     asked_at: float
-    """On the loop's clock."""
+    """Time on the loop's clock."""
     calls: list[tuple[_Call[A], int]] = field(default_factory=list)
     """Calls, each with the position of the query in it."""
 

@@ -1,7 +1,7 @@
 """EndpointEngine: any OpenAI-compatible chat endpoint as the policy, so that a hosted model can be a baseline.
 
 An engine continues token ids, an endpoint continues messages. ``EndpointTokenizer`` writes text as ids that can be read
-back, so the ids of an attempt are its conversation, and the engine keeps none::
+back, so the ids of an attempt are its conversation; its turns and images are kept until the engine releases it::
 
     ids ──► messages ──► POST /chat/completions ──► text, closed at its tag ──► ids: one with the text, the others count
 
@@ -13,9 +13,10 @@ The endpoint reports how many tokens it sampled, but neither ids nor log-probs: 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,16 @@ class EndpointTokenizer:
         """Return ids that tell the endpoint of tools, anywhere in a conversation; empty without tools."""
         return self.prompt_ids([Message(_TOOLS, json.dumps(tools, ensure_ascii=False))]) if tools else []
 
+    def kept(self, token_ids: Iterable[int]) -> set[int]:
+        """Return the ids of turns and images, whose content is kept until ``drop``."""
+        return {one for one in token_ids if one in self._turns or one in self._images}
+
+    def drop(self, token_ids: Iterable[int]) -> None:
+        """Forget the content of turns and images: ``chat`` leaves them out."""
+        for one in token_ids:
+            self._turns.pop(one, None)
+            self._images.pop(one, None)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids from ``encode``."""
         return "".join(self._texts[token_id] for token_id in token_ids)
@@ -194,6 +205,7 @@ class EndpointEngine:
         options = EndpointSettings.read(settings.options, "env_runners.engine_options")
         self._tokenizer, self._version = tokenizer, settings.version
         self._client = ChatClient(options, settings.max_rows, Options())
+        self._kept: dict[str, set[int]] = {}  # ids of turns and images by the request that had them
 
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: Sampling, *, request_id: str, on_text: OnText | None = None
@@ -205,8 +217,13 @@ class EndpointEngine:
             EngineDeadError: the endpoint refuses the key; no other request would be answered either.
         """
         chat, tools = self._tokenizer.chat(prompt_token_ids)
+        kept = self._kept.setdefault(request_id, set())
+        kept |= self._tokenizer.kept(prompt_token_ids)
         try:
             answer = await self._client.complete(chat, sampling, tools)
+        except asyncio.CancelledError:  # an agent that left is released, and may go on with the same turns
+            self._kept.pop(request_id, None)
+            raise
         except ServiceError as error:
             if (status := status_of(error)) in KEY_REFUSED:
                 raise EngineDeadError(f"{error}; {self._client.advice(status)}") from error
@@ -220,10 +237,12 @@ class EndpointEngine:
         if on_text is not None:
             on_text(text)
         ids = self._tokenizer.sampled(text, num_tokens, answer.message)
+        kept.add(ids[0])
         return Completion(ids, [0.0] * len(ids), [self._version] * len(ids), text, finish)
 
     def release(self, request_id: str) -> None:
-        """Do nothing: nothing is kept."""
+        """Forget the turns and images of an attempt, which has ended."""
+        self._tokenizer.drop(self._kept.pop(request_id, ()))
 
     def show(self, request_id: str, images: Sequence[PlacedImage]) -> None:
         """Do nothing: the ids have the images."""
