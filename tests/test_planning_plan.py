@@ -290,6 +290,14 @@ def test_an_engine_of_vllm_on_cpus_has_a_process_a_cache_and_a_second_model() ->
     assert 2 * weights + 1.75 * GIB == pytest.approx(2340 * 2**20, rel=0.2)
 
 
+@pytest.mark.parametrize("gpus", [{}, {"learners": 1}, {"engines": 1}, {"learners": 1, "engines": 1}])
+def test_the_host_memory_holds_the_learners_and_engines_that_have_no_gpu(gpus: dict[str, int]) -> None:
+    keys = {"learners": "learners.num_gpus_per_learner", "engines": "env_runners.num_gpus_per_env_runner"}
+    plan = make_plan(configured("quickstart", *(f"{keys[what]}={count}" for what, count in gpus.items())), NODE, 100)
+    (host,) = (found for found in plan.needs if found.place == "host memory")
+    assert set(keys) & set(host.parts) == set(keys) - set(gpus)
+
+
 def test_index_sizes() -> None:
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(64.6e9, rel=0.01)
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)

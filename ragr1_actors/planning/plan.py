@@ -397,6 +397,7 @@ class _Run:
         }
         if not self.config.learners.num_gpus_per_learner:
             parts["learners"] = ranks * self.learner.peak_bytes
+        if not self.config.env_runners.num_gpus_per_env_runner:
             parts["engines"] = ceil(self.num_runners / machines) * self._engine_bytes()
         if self.has_vectors and not self.scans_on_gpu:
             parts["vectors"] = vector_bytes(
