@@ -298,6 +298,18 @@ def test_the_host_memory_holds_the_learners_and_engines_that_have_no_gpu(gpus: d
     assert set(keys) & set(host.parts) == set(keys) - set(gpus)
 
 
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo"])
+def test_dpo_and_ipo_have_a_reference_without_a_kl_term(algorithm: str) -> None:
+    def planned(algorithm: str, kl_coeff: float) -> tuple[Any, float]:
+        gpus = ["learners.num_gpus_per_learner=1", "env_runners.num_gpus_per_env_runner=1"]
+        settings = [f"training.algorithm={algorithm}", f"training.kl_coeff={kl_coeff}"]
+        plan = make_plan(configured("quickstart", *gpus, *settings), NODE, 100)
+        return plan.needs, plan.times.learning_s
+
+    assert planned(algorithm, 0) == planned("grpo", 0.001)
+    assert planned(algorithm, 0) != planned("grpo", 0)
+
+
 def test_index_sizes() -> None:
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(64.6e9, rel=0.01)
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)

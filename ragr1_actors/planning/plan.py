@@ -36,7 +36,7 @@ from learners.deepspeed.memory import (
 from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.core.resolve import STATIC
+from ragr1_actors.core.resolve import STATIC, has_reference
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from ragr1_actors.planning.fit import find_remedy, num_gpus_here, place_changes, reserved_gpus, search_changes
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
@@ -541,7 +541,7 @@ class _Run:
         training = self.config.training
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
         passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing is True else 3)
-        scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
+        scoring = has_reference(self.config) + (self.config.env_runners.top_p < 1) + self.has_critic
         total = passes * (1 + self.has_critic) + scoring
         return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
 
