@@ -109,6 +109,20 @@ def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
     assert "more than a third of generation" in problem
 
 
+def test_a_batch_of_searches_has_what_one_replica_is_sent_at_once() -> None:
+    """512 queries at most; the 2 runners of the quickstart sample 128 trajectories each, with up to 3 queries."""
+    large = ["training.train_batch_size=512", "training.group_size=5", "retrieval.num_cpus_per_retriever=4"]
+    query_s = scan_s("flat", WIKI_18, 512, 1, {}, 4)
+
+    def num_queries(*overrides: str) -> float:
+        return make_plan(configured("quickstart", *large, *overrides), NODE, WIKI_18).times.batch_search_s / query_s
+
+    assert num_queries() == pytest.approx(512)
+    assert num_queries("retrieval.num_retrievers=2") == pytest.approx(2 * 128 * 3 / 2)
+    assert num_queries("env_runners.max_concurrent_trajectories=10") == pytest.approx(2 * 10 * 3)
+    assert num_queries("training.train_batch_size=2") == pytest.approx(2 * 5 * 3)
+
+
 @pytest.mark.parametrize(
     ("index_type", "cpus_each", "num_cpus", "remedy"),
     [

@@ -46,6 +46,7 @@ from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s
 from retrieval.corpora.readers import read_passages
 from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
 from retrieval.local import encoder_of, index_type_of
+from retrieval.replicas.batching import MAX_BATCH
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -74,8 +75,6 @@ _BYTES_PER_TEXT_TOKEN = 4
 """Bytes per token of English, in the vocabularies of BERT-like encoders."""
 _STATIC_DIMENSION = 512
 TOKENS_PER_QUERY = 16
-_MAX_BATCH = 128
-"""Limit of the waiting queries that one replica takes at once."""
 START_S = 30.0
 """Seconds of an actor's start without loading: process, libraries, CUDA graphs; an allowance, not a measurement."""
 _LOAD_BYTES_PER_S = 1e9
@@ -459,9 +458,12 @@ class _Run:
         environment = self.config.environment
         turns = (environment.max_turns + 1) / 2
         num_retrievers = max(1, self.config.retrieval.num_retrievers)
-        most_at_once = self._num_trajectories() * search_options(environment).max_queries_per_turn
-        in_flight = min(_MAX_BATCH, ceil(most_at_once / num_retrievers))
-        search_s = most_at_once * (turns - 1) / in_flight * self._batch_s(in_flight) / num_retrievers
+        queries = search_options(environment).max_queries_per_turn
+        sampled_at_once = self.num_runners * self.config.env_runners.max_concurrent_trajectories
+        most_at_once = queries * min(self._num_trajectories(), sampled_at_once)
+        in_flight = min(MAX_BATCH, ceil(most_at_once / num_retrievers))
+        num_searched = queries * self._num_trajectories() * (turns - 1)
+        search_s = num_searched / in_flight * self._batch_s(in_flight) / num_retrievers
         gpu = self.machine.gpu
         samples, learns = self.config.env_runners.num_gpus_per_env_runner, self.config.learners.num_gpus_per_learner
         return Times(
