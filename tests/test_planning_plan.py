@@ -21,7 +21,7 @@ from ragr1_actors.core.resolve import method_recipes
 from ragr1_actors.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.planning.preflight import check_room
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
+from retrieval.capacity import BM25_BYTES, ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
 from retrieval.indexes.manifest import Manifest
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
@@ -112,7 +112,7 @@ def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
 def test_a_batch_of_searches_has_what_one_replica_is_sent_at_once() -> None:
     """512 queries at most; the 2 runners of the quickstart sample 128 trajectories each, with up to 3 queries."""
     large = ["training.train_batch_size=512", "training.group_size=5", "retrieval.num_cpus_per_retriever=4"]
-    query_s = scan_s("flat", WIKI_18, 512, 1, {}, 4)
+    query_s = scan_s("flat", "flat", WIKI_18, 512, 1, {}, 4)
 
     def num_queries(*overrides: str) -> float:
         return make_plan(configured("quickstart", *large, *overrides), NODE, WIKI_18).times.batch_search_s / query_s
@@ -184,8 +184,27 @@ def test_an_index_has_the_sizes_of_its_encoder_and_its_type(tmp_path: Path) -> N
     (index / "manifest.json").write_text(json.dumps(manifest))
     replace(Manifest.read(index), index_type="pq").write(index)
     assert planned(f"retrieval.index={index}") == planned("retrieval.type=pq") != planned()
+    replace(Manifest.read(index), index_type="hybrid", vector_type="flat").write(index)
+    assert planned(f"retrieval.index={index}") == planned("retrieval.type=hybrid")
     replace(Manifest.read(index), index_type="faiss").write(index)
     assert planned(f"retrieval.index={index}") == planned()
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_hybrid_index_has_the_sizes_and_the_pace_of_its_own_vectors(gpus: int, tmp_path: Path) -> None:
+    index = make_files(tmp_path) / "index"
+
+    def planned(index_type: str, vector_type: str) -> tuple[float, float, float]:
+        replace(Manifest.read(index), index_type=index_type, vector_type=vector_type).write(index)
+        config = configured("quickstart", f"retrieval.index={index}", f"retrieval.num_gpus_per_retriever={gpus}")
+        plan = make_plan(config, NODE, WIKI_18)
+        return need(plan, "host memory"), need(plan, "disk"), plan.times.batch_search_s
+
+    hybrid, pq = planned("hybrid", "pq"), planned("pq", "pq")
+    assert hybrid[0] == pytest.approx(pq[0])
+    assert hybrid[1] - pq[1] == pytest.approx(BM25_BYTES * WIKI_18 / GIB), "the words"
+    assert hybrid[2] > pq[2], "the words"
+    assert planned("hybrid", "flat")[1] > 1.5 * hybrid[1]
 
 
 def test_the_exit_status_and_the_table() -> None:
@@ -329,7 +348,7 @@ def test_index_sizes() -> None:
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)
     assert vector_bytes("pq", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(20.2e9, rel=0.01)
     assert vector_bytes("bm25", WIKI_18, 768, {}, on_gpu=False) == 0
-    flat, listed = (scan_s(name, WIKI_18, 768, 64, {}, 16) for name in ("pq", "ivf_pq"))
+    flat, listed = (scan_s(name, name, WIKI_18, 768, 64, {}, 16) for name in ("pq", "ivf_pq"))
     assert listed < flat / 4
 
 

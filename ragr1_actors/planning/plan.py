@@ -44,8 +44,8 @@ from ragr1_actors.planning.tiny_policy import policy_maker
 from retrieval.base import Passage, needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.corpora.readers import read_passages
-from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
-from retrieval.local import encoder_of, index_type_of
+from retrieval.indexes.manifest import GPU_TYPES, Manifest
+from retrieval.local import encoder_of, index_types_of
 from retrieval.replicas.batching import MAX_BATCH
 
 SPARE_SHARE = 0.1
@@ -315,15 +315,19 @@ class _Run:
     @property
     def scans_on_gpu(self) -> bool:
         """Whether the vectors are on the retrievers' GPUs; vectors of other types stay on their CPUs."""
-        return self.searches_on_gpu and self.index_type in (*GPU_TYPES, HYBRID)
+        return self.searches_on_gpu and self.vector_type in GPU_TYPES
 
     @property
     def has_vectors(self) -> bool:
-        return needs_index(self.index_type) and self.index_type != "bm25"
+        return needs_index(self.vector_type) and self.vector_type != "bm25"
 
     @cached_property
-    def index_type(self) -> str:
-        return index_type_of(self.config.retrieval)
+    def index_types(self) -> tuple[str, str]:
+        return index_types_of(self.config.retrieval)
+
+    @property
+    def vector_type(self) -> str:
+        return self.index_types[1]
 
     @property
     def dimension(self) -> int:
@@ -375,7 +379,7 @@ class _Run:
 
     def _retriever_parts(self) -> Parts:
         retrieval = self.config.retrieval
-        vectors = vector_bytes(self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
+        vectors = vector_bytes(self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
         parts = {"vectors": vectors // retrieval.num_shards, "CUDA context": CUDA_CONTEXT_BYTES}
         if self.encoder is not None:
             parts["encoder"] = 4 * self.encoder.num_parameters
@@ -400,7 +404,7 @@ class _Run:
             parts["engines"] = ceil(self.num_runners / machines) * self._engine_bytes()
         if self.has_vectors and not self.scans_on_gpu:
             parts["vectors"] = vector_bytes(
-                self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
+                self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
             )
         return parts
 
@@ -445,7 +449,7 @@ class _Run:
             tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens // 2
             parts["trajectories"] = self.config.training.num_iterations * tokens * _BYTES_PER_TOKEN
         if needs_index(retrieval.type):
-            parts["index"] = index_bytes(self.index_type, self.num_passages, self.dimension, retrieval.options)
+            parts["index"] = index_bytes(*self.index_types, self.num_passages, self.dimension, retrieval.options)
         return parts
 
     # -- Seconds --------------------------------------------------------------------------------------------------
@@ -495,7 +499,7 @@ class _Run:
         if self.scans_on_gpu and gpu is not None:
             scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
         else:
-            scan = scan_s(self.index_type, per_shard, self.dimension, num_queries, retrieval.options, cores)
+            scan = scan_s(*self.index_types, per_shard, self.dimension, num_queries, retrieval.options, cores)
         if retrieval.encoders.num_encoders:
             on_gpu = retrieval.encoders.num_gpus > 0 and gpu is not None
             flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.encoders.num_cpus) * CORE_FLOPS
@@ -507,7 +511,7 @@ class _Run:
         retrieval, index = self.config.retrieval, 0
         if self.has_vectors:
             index = vector_bytes(
-                self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
+                self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
             )
         loading = index // retrieval.num_shards / _LOAD_BYTES_PER_S
         return Pace(
