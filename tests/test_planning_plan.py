@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_world import make_files
 from typer.testing import CliRunner
@@ -268,6 +276,30 @@ def test_the_number_of_passages(tmp_path: Path) -> None:
     assert count_passages(configured("search_r1_7b", f"retrieval.corpus={corpus}")) == 12
     assert count_passages(configured("quickstart")) == len(make_world(0).passages)
     assert count_passages(configured("quickstart", "retrieval.type=replay", "retrieval.options={run: x}")) == 0
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [bytes, partial(gzip.compress, compresslevel=1), bz2.compress, partial(lzma.compress, preset=0)],
+    ids=["plain", "gzip", "bzip2", "xz"],
+)
+@pytest.mark.parametrize("num_passages", [12, 20_000])  # the larger file is not read to its end
+def test_the_passages_of_a_compressed_corpus_are_estimated_from_its_text(
+    pack: Callable[[bytes], bytes], num_passages: int, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(pack(random.Random(0).randbytes(num_passages * PASSAGE_BYTES // 2).hex().encode()))
+    found = count_passages(configured("quickstart", f"retrieval.corpus={corpus}"))
+    assert found == pytest.approx(num_passages, rel=0.15)
+
+
+def test_the_passages_of_a_table_are_counted(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "text": ["x" * 9999] * 3}), corpus)
+    assert count_passages(configured("quickstart", f"retrieval.corpus={corpus}")) == 3
+    corpus.write_bytes(corpus.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"^retrieval\.corpus: .*fetch it again; or give the number of its passages"):
+        count_passages(configured("quickstart", f"retrieval.corpus={corpus}"))
 
 
 def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:

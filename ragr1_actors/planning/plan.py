@@ -12,7 +12,6 @@ Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retriev
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +33,8 @@ from learners.deepspeed.memory import (
     trained_parameters,
 )
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.disk.data_files import is_parquet, num_parquet_rows, text_bytes
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.resolve import STATIC, has_reference
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
@@ -205,7 +205,7 @@ def count_passages(config: RunConfig) -> int:
 
     Raises:
         DataError: ``retrieval.index`` holds no index.
-        ConfigError: there is no corpus file.
+        ConfigError: there is no corpus file, or it cannot be read.
     """
     retrieval = config.retrieval
     if not needs_index(retrieval.type):
@@ -214,13 +214,13 @@ def count_passages(config: RunConfig) -> int:
         return Manifest.read(retrieval.index).count
     if not retrieval.corpus or is_source(retrieval.corpus):
         return sum(1 for _ in corpus_of(config))
+    path = Path(retrieval.corpus)
     try:
-        with Path(retrieval.corpus).open("rb") as file:
-            return ceil(file.seek(0, os.SEEK_END) / PASSAGE_BYTES)
-    except OSError as error:
+        return num_parquet_rows(path) if is_parquet(path) else ceil(text_bytes(path) / PASSAGE_BYTES)
+    except DataError as error:
         raise ConfigError(
-            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
-            "such as --passages 21015324 for Search-R1's Wikipedia"
+            f"retrieval.corpus: {error}; or give the number of its passages, such as --passages 21015324 for "
+            "Search-R1's Wikipedia"
         ) from error
 
 
