@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from ragr1_actors.core.disk.json_files import read_json
 from ragr1_actors.core.errors import ConfigError
-from retrieval.indexes.manifest import BM25, FLAT, GPU_TYPES, HYBRID, parse_options
+from retrieval.indexes.manifest import BM25, GPU_TYPES, HYBRID, parse_options
 
 PASSAGE_BYTES = 650
 """Bytes of a passage of 100 English words in ``corpus.arrow``, mapped from disk and shared by all actors of a machine.
@@ -90,60 +90,64 @@ ENCODERS: Mapping[str, tuple[int, int, int]] = {
 """Dimension, layers and parameters of encoders that recipes name, from their hub pages."""
 
 
-def vector_bytes(index_type: str, count: int, dimension: int, options: Mapping[str, Any], *, on_gpu: bool) -> int:
+def vector_bytes(vector_type: str, count: int, dimension: int, options: Mapping[str, Any], *, on_gpu: bool) -> int:
     """Return the bytes of the vectors of an index of ``count`` passages: in the host's memory, or on a GPU.
 
-    ``index_type`` is a key of ``INDEX_TYPES``, ``bm25`` (no vectors) or ``hybrid`` (``flat`` vectors).
+    ``vector_type`` is a key of ``INDEX_TYPES``, or ``bm25``, which has no vectors.
     """
-    if index_type == BM25:
+    if vector_type == BM25:
         return 0
-    index_type = FLAT if index_type == HYBRID else index_type
-    if on_gpu and index_type == "ivf":  # faiss-gpu is installed
+    if on_gpu and vector_type == "ivf":  # faiss-gpu is installed
         return int(count * (_GPU_BYTES_PER_NUMBER * dimension + _ROW_ID_BYTES))
     if on_gpu:
-        if index_type not in GPU_TYPES:
+        if vector_type not in GPU_TYPES:
             return 0
         matrix = _GPU_BYTES_PER_NUMBER * dimension * count
         return int(matrix * 1.08)  # a block of scores and its selection take 4 % each
     other = 0
-    if index_type == "hnsw":
-        other = 8 * parse_options(index_type, options)["m"] + _GRAPH_BYTES
-    if index_type.endswith("pq"):
+    if vector_type == "hnsw":
+        other = 8 * parse_options(vector_type, options)["m"] + _GRAPH_BYTES
+    if vector_type.endswith("pq"):
         other += _SCALE_BYTES
-    if index_type.startswith("ivf"):
+    if vector_type.startswith("ivf"):
         other += _ROW_ID_BYTES
-    return int(count * (_BYTES_PER_NUMBER[index_type] * dimension + other))
+    return int(count * (_BYTES_PER_NUMBER[vector_type] * dimension + other))
 
 
-def index_bytes(index_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> int:
-    """Return the bytes of an index directory: vectors, postings and passages."""
+def index_bytes(index_type: str, vector_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> int:
+    """Return the bytes of an index directory: vectors, postings and passages; the types differ if it is ``hybrid``."""
     postings = BM25_BYTES if index_type in (BM25, HYBRID) else 0
-    vectors = vector_bytes(index_type, count, dimension, options, on_gpu=False)
+    vectors = vector_bytes(vector_type, count, dimension, options, on_gpu=False)
     return vectors + count * (postings + PASSAGE_BYTES)
 
 
 def scan_s(
-    index_type: str, count: int, dimension: int, num_queries: int, options: Mapping[str, Any], num_cpus: float
+    index_type: str,
+    vector_type: str,
+    count: int,
+    dimension: int,
+    num_queries: int,
+    options: Mapping[str, Any],
+    num_cpus: float,
 ) -> float:
     """Return the seconds in which ``num_cpus`` cores find ``num_queries`` queries among ``count`` passages."""
     words_s = num_queries * count / _BM25_PASSAGES_PER_S if index_type in (BM25, HYBRID) else 0.0  # by one thread
-    if index_type == BM25:
+    if vector_type == BM25:
         return words_s
-    index_type = FLAT if index_type == HYBRID else index_type
-    numbers = scanned_numbers(index_type, count, dimension, options)
-    return words_s + num_queries * numbers / (_NUMBERS_PER_CORE_S[index_type] * num_cpus)
+    numbers = scanned_numbers(vector_type, count, dimension, options)
+    return words_s + num_queries * numbers / (_NUMBERS_PER_CORE_S[vector_type] * num_cpus)
 
 
-def scanned_numbers(index_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> float:
+def scanned_numbers(vector_type: str, count: int, dimension: int, options: Mapping[str, Any]) -> float:
     """Return the numbers of vectors that a search reads for one query: all of them, some lists, or part of a graph.
 
     A graph (``hnsw``) computes the distances to about 1.5 ``ef_search`` times ``m`` vectors.
     """
-    values = parse_options(index_type, options)
-    if index_type == "hnsw":
+    values = parse_options(vector_type, options)
+    if vector_type == "hnsw":
         return 1.5 * values["ef_search"] * values["m"] * dimension
     numbers = float(count) * dimension
-    if not index_type.startswith("ivf"):
+    if not vector_type.startswith("ivf"):
         return numbers
     num_lists = values["num_lists"] or int(4 * count**0.5)
     probes = values["num_probes"] or max(8, num_lists // 16)

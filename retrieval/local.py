@@ -22,7 +22,7 @@ from ragr1_actors.core.types import ToolCall
 from retrieval.base import OPEN_PAGE, RETRIEVERS, SEARCH, SHARED_KEYS, Hits, Page, Passage, Retriever, needs_index
 from retrieval.corpora.corpus import Corpus, Titles
 from retrieval.corpora.text import normalise
-from retrieval.indexes.manifest import ENCODER_FOLDER, FOREIGN, TITLES_FILE, Manifest, parse_options
+from retrieval.indexes.manifest import ENCODER_FOLDER, FLAT, FOREIGN, HYBRID, TITLES_FILE, Manifest, parse_options
 from retrieval.indexes.ranking import Rank, Ranking, fused, to_hits
 
 if TYPE_CHECKING:
@@ -84,12 +84,17 @@ def encoder_of(settings: RetrievalSettings) -> str:
     return STATIC if encoder == ENCODER_FOLDER else encoder
 
 
-def index_type_of(settings: RetrievalSettings) -> str:
-    """Return the type of what is searched: of the index on this machine, unless it was adopted; else the setting."""
-    if not needs_index(settings.type) or not settings.index or not Path(settings.index).is_dir():
-        return settings.type
-    found = Manifest.read(settings.index).index_type
-    return settings.type if found == FOREIGN else found
+def index_types_of(settings: RetrievalSettings) -> tuple[str, str]:
+    """Return the type of what is searched, and the type of its vectors, which differ if it is ``hybrid``.
+
+    The types are those of the index on this machine, unless it was adopted; else of the setting, with ``flat`` vectors.
+    """
+    found, vectors = settings.type, FLAT
+    if needs_index(found) and settings.index and Path(settings.index).is_dir():
+        manifest = Manifest.read(settings.index)
+        if manifest.index_type != FOREIGN:
+            found, vectors = manifest.index_type, manifest.vector_type
+    return found, vectors if found == HYBRID else found
 
 
 def _is_encoder_of(manifest: Manifest, name: str) -> bool:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_world import make_files
 from typer.testing import CliRunner
@@ -21,7 +29,7 @@ from ragr1_actors.core.resolve import method_recipes
 from ragr1_actors.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
 from ragr1_actors.planning.preflight import check_room
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
-from retrieval.capacity import ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
+from retrieval.capacity import BM25_BYTES, ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
 from retrieval.indexes.manifest import Manifest
 
 NODE = Machine(GPUS["a100-80gb"], 8, 96, 1000 * GIB, 500 * GIB, 2000 * GIB)
@@ -109,6 +117,20 @@ def test_a_scan_on_one_cpu_breaks_its_timeout() -> None:
     assert "more than a third of generation" in problem
 
 
+def test_a_batch_of_searches_has_what_one_replica_is_sent_at_once() -> None:
+    """512 queries at most; the 2 runners of the quickstart sample 128 trajectories each, with up to 3 queries."""
+    large = ["training.train_batch_size=512", "training.group_size=5", "retrieval.num_cpus_per_retriever=4"]
+    query_s = scan_s("flat", "flat", WIKI_18, 512, 1, {}, 4)
+
+    def num_queries(*overrides: str) -> float:
+        return make_plan(configured("quickstart", *large, *overrides), NODE, WIKI_18).times.batch_search_s / query_s
+
+    assert num_queries() == pytest.approx(512)
+    assert num_queries("retrieval.num_retrievers=2") == pytest.approx(2 * 128 * 3 / 2)
+    assert num_queries("env_runners.max_concurrent_trajectories=10") == pytest.approx(2 * 10 * 3)
+    assert num_queries("training.train_batch_size=2") == pytest.approx(2 * 5 * 3)
+
+
 @pytest.mark.parametrize(
     ("index_type", "cpus_each", "num_cpus", "remedy"),
     [
@@ -170,8 +192,27 @@ def test_an_index_has_the_sizes_of_its_encoder_and_its_type(tmp_path: Path) -> N
     (index / "manifest.json").write_text(json.dumps(manifest))
     replace(Manifest.read(index), index_type="pq").write(index)
     assert planned(f"retrieval.index={index}") == planned("retrieval.type=pq") != planned()
+    replace(Manifest.read(index), index_type="hybrid", vector_type="flat").write(index)
+    assert planned(f"retrieval.index={index}") == planned("retrieval.type=hybrid")
     replace(Manifest.read(index), index_type="faiss").write(index)
     assert planned(f"retrieval.index={index}") == planned()
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_hybrid_index_has_the_sizes_and_the_pace_of_its_own_vectors(gpus: int, tmp_path: Path) -> None:
+    index = make_files(tmp_path) / "index"
+
+    def planned(index_type: str, vector_type: str) -> tuple[float, float, float]:
+        replace(Manifest.read(index), index_type=index_type, vector_type=vector_type).write(index)
+        config = configured("quickstart", f"retrieval.index={index}", f"retrieval.num_gpus_per_retriever={gpus}")
+        plan = make_plan(config, NODE, WIKI_18)
+        return need(plan, "host memory"), need(plan, "disk"), plan.times.batch_search_s
+
+    hybrid, pq = planned("hybrid", "pq"), planned("pq", "pq")
+    assert hybrid[0] == pytest.approx(pq[0])
+    assert hybrid[1] - pq[1] == pytest.approx(BM25_BYTES * WIKI_18 / GIB), "the words"
+    assert hybrid[2] > pq[2], "the words"
+    assert planned("hybrid", "flat")[1] > 1.5 * hybrid[1]
 
 
 def test_the_exit_status_and_the_table() -> None:
@@ -237,6 +278,30 @@ def test_the_number_of_passages(tmp_path: Path) -> None:
     assert count_passages(configured("quickstart", "retrieval.type=replay", "retrieval.options={run: x}")) == 0
 
 
+@pytest.mark.parametrize(
+    "pack",
+    [bytes, partial(gzip.compress, compresslevel=1), bz2.compress, partial(lzma.compress, preset=0)],
+    ids=["plain", "gzip", "bzip2", "xz"],
+)
+@pytest.mark.parametrize("num_passages", [12, 20_000])  # the larger file is not read to its end
+def test_the_passages_of_a_compressed_corpus_are_estimated_from_its_text(
+    pack: Callable[[bytes], bytes], num_passages: int, tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(pack(random.Random(0).randbytes(num_passages * PASSAGE_BYTES // 2).hex().encode()))
+    found = count_passages(configured("quickstart", f"retrieval.corpus={corpus}"))
+    assert found == pytest.approx(num_passages, rel=0.15)
+
+
+def test_the_passages_of_a_table_are_counted(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"id": ["a", "b", "c"], "text": ["x" * 9999] * 3}), corpus)
+    assert count_passages(configured("quickstart", f"retrieval.corpus={corpus}")) == 3
+    corpus.write_bytes(corpus.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"^retrieval\.corpus: .*fetch it again; or give the number of its passages"):
+        count_passages(configured("quickstart", f"retrieval.corpus={corpus}"))
+
+
 def test_training_is_refused_where_it_cannot_run(tmp_path: Path) -> None:
     assert check_room(configured("quickstart"), tmp_path) == []
     with pytest.raises(ConfigError, match=r"more than retrieval\.requests\.timeout_s \(1e-06\)"):
@@ -290,12 +355,32 @@ def test_an_engine_of_vllm_on_cpus_has_a_process_a_cache_and_a_second_model() ->
     assert 2 * weights + 1.75 * GIB == pytest.approx(2340 * 2**20, rel=0.2)
 
 
+@pytest.mark.parametrize("gpus", [{}, {"learners": 1}, {"engines": 1}, {"learners": 1, "engines": 1}])
+def test_the_host_memory_holds_the_learners_and_engines_that_have_no_gpu(gpus: dict[str, int]) -> None:
+    keys = {"learners": "learners.num_gpus_per_learner", "engines": "env_runners.num_gpus_per_env_runner"}
+    plan = make_plan(configured("quickstart", *(f"{keys[what]}={count}" for what, count in gpus.items())), NODE, 100)
+    (host,) = (found for found in plan.needs if found.place == "host memory")
+    assert set(keys) & set(host.parts) == set(keys) - set(gpus)
+
+
+@pytest.mark.parametrize("algorithm", ["dpo", "ipo"])
+def test_dpo_and_ipo_have_a_reference_without_a_kl_term(algorithm: str) -> None:
+    def planned(algorithm: str, kl_coeff: float) -> tuple[Any, float]:
+        gpus = ["learners.num_gpus_per_learner=1", "env_runners.num_gpus_per_env_runner=1"]
+        settings = [f"training.algorithm={algorithm}", f"training.kl_coeff={kl_coeff}"]
+        plan = make_plan(configured("quickstart", *gpus, *settings), NODE, 100)
+        return plan.needs, plan.times.learning_s
+
+    assert planned(algorithm, 0) == planned("grpo", 0.001)
+    assert planned(algorithm, 0) != planned("grpo", 0)
+
+
 def test_index_sizes() -> None:
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(64.6e9, rel=0.01)
     assert vector_bytes("flat", WIKI_18, 768, {}, on_gpu=True) == pytest.approx(32.3e9 * 1.08, rel=0.01)
     assert vector_bytes("pq", WIKI_18, 768, {}, on_gpu=False) == pytest.approx(20.2e9, rel=0.01)
     assert vector_bytes("bm25", WIKI_18, 768, {}, on_gpu=False) == 0
-    flat, listed = (scan_s(name, WIKI_18, 768, 64, {}, 16) for name in ("pq", "ivf_pq"))
+    flat, listed = (scan_s(name, name, WIKI_18, 768, 64, {}, 16) for name in ("pq", "ivf_pq"))
     assert listed < flat / 4
 
 

@@ -74,7 +74,9 @@ def _best_s(search: Callable[[], Any]) -> float:
 
 def _show(index_type: str, count: int, num_bytes: int, numbers: float, seconds: float) -> None:
     modelled = capacity.vector_bytes(index_type, count, evidence.DIMENSION, {}, on_gpu=False)
-    modelled_s = capacity.scan_s(index_type, count, evidence.DIMENSION, NUM_QUERIES, OPTIONS.get(index_type, {}), 1)
+    modelled_s = capacity.scan_s(
+        index_type, index_type, count, evidence.DIMENSION, NUM_QUERIES, OPTIONS.get(index_type, {}), 1
+    )
     found = {
         "type": index_type,
         "bytes": num_bytes,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from ragr1_actors.core.config import LearnerSettings, RunConfig
 from ragr1_actors.core.models.model_shape import ModelShape
+from ragr1_actors.core.resolve import has_reference
 from ragr1_actors.core.section import Checkpointing
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -245,7 +246,7 @@ def rank_memory(shape: ModelShape, config: RunConfig, *, has_critic: bool, on_gp
         resting["CUDA context"] = CUDA_CONTEXT_BYTES
     host = {f"policy {name}": size for name, size in policy.host.items()}
     phases: dict[str, Parts] = {"policy step": {**policy.step, **passes}}
-    if config.training.kl_coeff > 0 and lora is None:
+    if has_reference(config) and lora is None:
         share = max(1, settings.num_learners) if settings.stage == 3 else 1
         weights = e * shape.num_parameters // share
         forward = {"activations": activations // 2}

@@ -421,7 +421,7 @@ class TrainingSettings(Section):
     """Norm to which the gradient is clipped, in SFT too. Default: Search-R1 and RAG-R1."""
     kl_coeff: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the policy at the start of the stage; ``options`` choose the estimator and the
-    term for it. 0 (default) needs no reference; Search-R1 and RAG-R1 take 0.001."""
+    term for it. 0 (default) needs no reference, but for ``dpo`` and ``ipo``; Search-R1 and RAG-R1 take 0.001."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus, per token; Search-R1 and RAG-R1 take 0.001."""
     from_trajectories: str = ""

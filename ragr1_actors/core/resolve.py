@@ -260,9 +260,13 @@ def _check_offload(config: RunConfig) -> None:
         raise ConfigError(
             f"learners.offload: got critic with training.algorithm={training.algorithm}, which has none; take it out"
         )
-    has_reference = training.kl_coeff > 0 or training.algorithm in ("dpo", "ipo")
-    if "reference" in learners.offload and is_known and not has_reference:
+    if "reference" in learners.offload and is_known and not has_reference(config):
         raise ConfigError("learners.offload: got reference with training.kl_coeff=0, which needs none; take it out")
+
+
+def has_reference(config: RunConfig) -> bool:
+    """Return whether a known algorithm also scores each batch under the policy at the start of the stage."""
+    return config.training.kl_coeff > 0 or config.training.algorithm in ("dpo", "ipo")
 
 
 def _check_gpus(config: RunConfig) -> None:

@@ -12,7 +12,6 @@ Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retriev
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -34,9 +33,10 @@ from learners.deepspeed.memory import (
     trained_parameters,
 )
 from ragr1_actors.core.config import RunConfig, SamplerConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.disk.data_files import is_parquet, num_parquet_rows, text_bytes
+from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.core.resolve import STATIC
+from ragr1_actors.core.resolve import STATIC, has_reference
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
 from ragr1_actors.planning.fit import find_remedy, num_gpus_here, place_changes, reserved_gpus, search_changes
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
@@ -44,8 +44,9 @@ from ragr1_actors.planning.tiny_policy import policy_maker
 from retrieval.base import Passage, needs_index
 from retrieval.capacity import PASSAGE_BYTES, EncoderShape, encode_s, gpu_scan_s, index_bytes, scan_s, vector_bytes
 from retrieval.corpora.readers import read_passages
-from retrieval.indexes.manifest import GPU_TYPES, HYBRID, Manifest
-from retrieval.local import encoder_of, index_type_of
+from retrieval.indexes.manifest import GPU_TYPES, Manifest
+from retrieval.local import encoder_of, index_types_of
+from retrieval.replicas.batching import MAX_BATCH
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
@@ -74,8 +75,6 @@ _BYTES_PER_TEXT_TOKEN = 4
 """Bytes per token of English, in the vocabularies of BERT-like encoders."""
 _STATIC_DIMENSION = 512
 TOKENS_PER_QUERY = 16
-_MAX_BATCH = 128
-"""Limit of the waiting queries that one replica takes at once."""
 START_S = 30.0
 """Seconds of an actor's start without loading: process, libraries, CUDA graphs; an allowance, not a measurement."""
 _LOAD_BYTES_PER_S = 1e9
@@ -206,7 +205,7 @@ def count_passages(config: RunConfig) -> int:
 
     Raises:
         DataError: ``retrieval.index`` holds no index.
-        ConfigError: there is no corpus file.
+        ConfigError: there is no corpus file, or it cannot be read.
     """
     retrieval = config.retrieval
     if not needs_index(retrieval.type):
@@ -215,13 +214,13 @@ def count_passages(config: RunConfig) -> int:
         return Manifest.read(retrieval.index).count
     if not retrieval.corpus or is_source(retrieval.corpus):
         return sum(1 for _ in corpus_of(config))
+    path = Path(retrieval.corpus)
     try:
-        with Path(retrieval.corpus).open("rb") as file:
-            return ceil(file.seek(0, os.SEEK_END) / PASSAGE_BYTES)
-    except OSError as error:
+        return num_parquet_rows(path) if is_parquet(path) else ceil(text_bytes(path) / PASSAGE_BYTES)
+    except DataError as error:
         raise ConfigError(
-            f"retrieval.corpus: cannot read {retrieval.corpus} ({error.strerror}); give the number of its passages, "
-            "such as --passages 21015324 for Search-R1's Wikipedia"
+            f"retrieval.corpus: {error}; or give the number of its passages, such as --passages 21015324 for "
+            "Search-R1's Wikipedia"
         ) from error
 
 
@@ -316,15 +315,19 @@ class _Run:
     @property
     def scans_on_gpu(self) -> bool:
         """Whether the vectors are on the retrievers' GPUs; vectors of other types stay on their CPUs."""
-        return self.searches_on_gpu and self.index_type in (*GPU_TYPES, HYBRID)
+        return self.searches_on_gpu and self.vector_type in GPU_TYPES
 
     @property
     def has_vectors(self) -> bool:
-        return needs_index(self.index_type) and self.index_type != "bm25"
+        return needs_index(self.vector_type) and self.vector_type != "bm25"
 
     @cached_property
-    def index_type(self) -> str:
-        return index_type_of(self.config.retrieval)
+    def index_types(self) -> tuple[str, str]:
+        return index_types_of(self.config.retrieval)
+
+    @property
+    def vector_type(self) -> str:
+        return self.index_types[1]
 
     @property
     def dimension(self) -> int:
@@ -376,7 +379,7 @@ class _Run:
 
     def _retriever_parts(self) -> Parts:
         retrieval = self.config.retrieval
-        vectors = vector_bytes(self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
+        vectors = vector_bytes(self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=True)
         parts = {"vectors": vectors // retrieval.num_shards, "CUDA context": CUDA_CONTEXT_BYTES}
         if self.encoder is not None:
             parts["encoder"] = 4 * self.encoder.num_parameters
@@ -397,10 +400,11 @@ class _Run:
         }
         if not self.config.learners.num_gpus_per_learner:
             parts["learners"] = ranks * self.learner.peak_bytes
+        if not self.config.env_runners.num_gpus_per_env_runner:
             parts["engines"] = ceil(self.num_runners / machines) * self._engine_bytes()
         if self.has_vectors and not self.scans_on_gpu:
             parts["vectors"] = vector_bytes(
-                self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
+                self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=False
             )
         return parts
 
@@ -445,7 +449,7 @@ class _Run:
             tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens // 2
             parts["trajectories"] = self.config.training.num_iterations * tokens * _BYTES_PER_TOKEN
         if needs_index(retrieval.type):
-            parts["index"] = index_bytes(self.index_type, self.num_passages, self.dimension, retrieval.options)
+            parts["index"] = index_bytes(*self.index_types, self.num_passages, self.dimension, retrieval.options)
         return parts
 
     # -- Seconds --------------------------------------------------------------------------------------------------
@@ -458,9 +462,12 @@ class _Run:
         environment = self.config.environment
         turns = (environment.max_turns + 1) / 2
         num_retrievers = max(1, self.config.retrieval.num_retrievers)
-        most_at_once = self._num_trajectories() * search_options(environment).max_queries_per_turn
-        in_flight = min(_MAX_BATCH, ceil(most_at_once / num_retrievers))
-        search_s = most_at_once * (turns - 1) / in_flight * self._batch_s(in_flight) / num_retrievers
+        queries = search_options(environment).max_queries_per_turn
+        sampled_at_once = self.num_runners * self.config.env_runners.max_concurrent_trajectories
+        most_at_once = queries * min(self._num_trajectories(), sampled_at_once)
+        in_flight = min(MAX_BATCH, ceil(most_at_once / num_retrievers))
+        num_searched = queries * self._num_trajectories() * (turns - 1)
+        search_s = num_searched / in_flight * self._batch_s(in_flight) / num_retrievers
         gpu = self.machine.gpu
         samples, learns = self.config.env_runners.num_gpus_per_env_runner, self.config.learners.num_gpus_per_learner
         return Times(
@@ -492,7 +499,7 @@ class _Run:
         if self.scans_on_gpu and gpu is not None:
             scan = gpu_scan_s(per_shard, self.dimension, num_queries, gpu.bytes_per_s, flops)
         else:
-            scan = scan_s(self.index_type, per_shard, self.dimension, num_queries, retrieval.options, cores)
+            scan = scan_s(*self.index_types, per_shard, self.dimension, num_queries, retrieval.options, cores)
         if retrieval.encoders.num_encoders:
             on_gpu = retrieval.encoders.num_gpus > 0 and gpu is not None
             flops = gpu.flops if on_gpu and gpu is not None else max(1.0, retrieval.encoders.num_cpus) * CORE_FLOPS
@@ -504,7 +511,7 @@ class _Run:
         retrieval, index = self.config.retrieval, 0
         if self.has_vectors:
             index = vector_bytes(
-                self.index_type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
+                self.vector_type, self.num_passages, self.dimension, retrieval.options, on_gpu=self.scans_on_gpu
             )
         loading = index // retrieval.num_shards / _LOAD_BYTES_PER_S
         return Pace(
@@ -540,7 +547,7 @@ class _Run:
         training = self.config.training
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
         passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing is True else 3)
-        scoring = (training.kl_coeff > 0) + (self.config.env_runners.top_p < 1) + self.has_critic
+        scoring = has_reference(self.config) + (self.config.env_runners.top_p < 1) + self.has_critic
         total = passes * (1 + self.has_critic) + scoring
         return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
 
