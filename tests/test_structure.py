@@ -73,7 +73,7 @@ SPINE = (
 
 
 def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
-    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_260
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in SPINE) <= 3_266
     found = []
     for name in SPINE:
         tree = ast.parse((ROOT / name).read_text())
@@ -86,7 +86,7 @@ def test_the_spine_is_short_and_knows_nothing_of_searches() -> None:
     assert found == []
 
 
-MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 52_105, 34_681, 556
+MAX_LINES, MAX_CODE_LINES, MAX_CLASSES = 52_320, 34_844, 556
 """Limits of the product's size, without the recipes. If you raise one, say why in the CHANGELOG."""
 _NO_CODE = (COMMENT, NL, NEWLINE, INDENT, DEDENT, ENDMARKER)
 

@@ -34,14 +34,7 @@ from envs.base import Measured, StepResult, TextEnv, check_prompt, check_result,
 from envs.grammars.calls import ToolSchema
 from envs.measures import RewardResult, rewarded
 from ragr1_actors.core.content import PlacedImage, images_of, shifted, text_of
-from ragr1_actors.core.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineError,
-    RetrievalError,
-    ServiceError,
-    one_line,
-)
+from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, one_line
 from ragr1_actors.core.process.users_code import contained
 from ragr1_actors.core.resolve import raised_at
 from ragr1_actors.core.types import (

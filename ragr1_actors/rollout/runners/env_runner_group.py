@@ -54,14 +54,7 @@ from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.env_runner import EnvRunner
-from ragr1_actors.rollout.groups import (
-    FinishedGroup,
-    GroupRequest,
-    GroupSummary,
-    RequestQueue,
-    failed_group,
-    summarize,
-)
+from ragr1_actors.rollout.groups import FinishedGroup, GroupRequest, GroupSummary, RequestQueue, failed_group, summarize
 from retrieval.base import Retriever
 
 T = TypeVar("T")
