@@ -232,7 +232,7 @@ async def test_queries_of_other_depths_between_do_not_split_a_batch() -> None:
 async def test_what_is_asked_while_a_fleet_is_down_is_given_up_together() -> None:
     replica = FakeReplica()
     replica.works = False
-    timeout_s = 0.5
+    timeout_s = 2.0
     pool = batcher(replica, timeout_s=timeout_s, max_retries=0)
     with pytest.raises(RetrievalError, match="replica died"):
         await pool.search(["first"], 1)
