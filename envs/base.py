@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from envs.grammars.calls import ToolSchema, TurnParser
 from envs.measures import MEASURES, Measure
 from envs.observations import defuse
-from envs.options import PassageOptions, SearchOptions
+from envs.options import SearchOptions, TopKOptions
 from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.content import Content, Image, images_of
 from ragr1_actors.core.errors import ConfigError, DataError, shortened
@@ -249,6 +249,6 @@ def read_options(settings: EnvironmentSettings) -> Section | None:
 def search_options(settings: EnvironmentSettings) -> SearchOptions:
     """Return the options of an environment that searches; the defaults if it has others. Raises ``ConfigError``."""
     options = read_options(settings)
-    if isinstance(options, PassageOptions) and not isinstance(options, SearchOptions):
-        return SearchOptions(**options.model_dump(include=set(PassageOptions.model_fields)))
+    if isinstance(options, TopKOptions) and not isinstance(options, SearchOptions):
+        return SearchOptions(**options.model_dump(include=set(SearchOptions.model_fields)))
     return options if isinstance(options, SearchOptions) else SearchOptions()

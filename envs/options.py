@@ -18,13 +18,18 @@ Mode = Literal["search", "direct", "rag"]
 """Whether the policy searches itself; see ``SearchOptions.mode``."""
 
 
-class PassageOptions(Section):
+class TopKOptions(Section):
+    """Number of passages, for an environment that shows all that it finds."""
+
+    top_k: int = Field(3, ge=1, le=100)
+    """Passages per query. Default: Search-R1 and RAG-R1."""
+
+
+class PassageOptions(TopKOptions):
     """Limits of the queries of a turn and of the passages that it is shown."""
 
     max_queries_per_turn: int = Field(3, ge=1, le=64)
     """Queries per turn that are executed; further ones are dropped and counted. Default: RAG-R1."""
-    top_k: int = Field(3, ge=1, le=100)
-    """Passages per query. Default: Search-R1 and RAG-R1."""
     max_observation_tokens_per_query: int = Field(512, ge=8)
     """Token budget for the passages of one query; longer ones are cut. Default: about Search-R1's 500."""
     max_observation_tokens: int = Field(1536, ge=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from fakes import ByteTokenizer, DictRetriever
 from envs.measures import RewardContext
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, copy_method, method_recipes
-from ragr1_actors.core.types import Task, TokenKind, Trajectory
+from ragr1_actors.core.types import Task, TokenKind, Trajectory, TrajectoryGroup
 from ragr1_actors.lab.claim import claim_files, read_claim
+from ragr1_actors.recipes.mmoa_rag.mmoa_rag import GeneratorLearner
+from ragr1_actors.recipes.stepsearch.stepsearch import key_match
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest
@@ -149,3 +151,33 @@ def test_a_copied_method_has_the_same_settings(method: str, tmp_path: Path) -> N
         original = AlgorithmConfig.from_recipe(path.stem).freeze().model_dump_json()
         package = f"ragr1_actors.recipes.{method}."
         assert copied.replace(f"{tmp_path / 'mine'}/", "").replace(".py:", ":") == original.replace(package, "")
+
+
+@pytest.mark.parametrize("method", list(claim_files()))
+def test_a_copied_claim_runs_the_copied_code(method: str, tmp_path: Path) -> None:
+    copy_method(method, tmp_path / "mine")
+    for name, plan in read_claim(str(tmp_path / "mine")).runs.items():
+        keys = "\n".join(str(value) for value in [plan.recipe, *plan.set.values()])
+        assert f"ragr1_actors.recipes.{method}." not in keys, name
+        for module in (tmp_path / "mine").glob("*.py"):
+            assert f"{module.stem}:" not in keys.replace(f"{module}:", ""), name
+
+
+async def test_the_generator_alone_is_not_charged_for_the_roles_before_it() -> None:
+    attempts = await Fixed(**yaml.safe_load((FIXED / "mmoa_rag.yaml").read_text())).play()
+    learner = object.__new__(GeneratorLearner)  # what it keeps does not depend on a policy
+    (group,) = learner.connect([TrajectoryGroup(attempts[0].task, tuple(attempts))])
+    assert [one.reward for one in group.trajectories] == [1.0, 1.0, 0.0, 1.0, -1.0, 0.0]
+    assert [sum(one.turn_rewards) for one in group.trajectories] == [0.0, 0.0, 0.0, 0.0, -1.0, 0.0]
+
+
+async def test_a_session_ends_at_the_limit_of_its_turns() -> None:
+    fixed = Fixed(**yaml.safe_load((FIXED / "faq.yaml").read_text()))
+    ended = await replace(fixed, keys=["environment.max_turns=2"]).play()
+    assert [len(one.turns) for one in ended] == [2] * len(ended)
+
+
+def test_gold_queries_of_a_file_are_wordings_of_which_one_counts() -> None:
+    task = Task("t", "?", ("Riga",), meta={"search_keys": [["who directed it", "the director"], ["her birthplace"]]})
+    assert key_match(task, ["the director"]) == 0.5
+    assert key_match(task, ["who directed it", "her birthplace"]) == 1.0

@@ -10,7 +10,8 @@ import torch
 from learners_common import fill_columns, make_batch, make_config, make_groups, make_policy
 
 from learners.models.scoring import TokenOutputs
-from ragr1_actors.recipes.oreo.oreo import OreoLearner, RightOnlyLearner, kl_of_stored
+from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.recipes.oreo.oreo import OreoLearner, OreoOptions, RightOnlyLearner, kl_of_stored
 
 pytestmark = pytest.mark.engine
 BETA, KL_COEFF = 0.5, 0.1
@@ -49,6 +50,11 @@ def test_losses_are_those_of_the_soft_bellman_equation(learner: OreoLearner) -> 
             target = trajectory.reward - later - BETA * log_ratios[at]
             assert columns["returns"][at].item() == pytest.approx(target, abs=1e-4)
         start += length
+
+
+def test_options_of_ppo_without_a_meaning_are_refused() -> None:
+    with pytest.raises(ConfigError, match="gamma, tis_clip: OREO has no ratio"):
+        OreoOptions.read({"beta": 0.1, "vf_lr": 1e-3, "gamma": 0.5, "tis_clip": 2.0}, "training.options")
 
 
 def test_the_estimate_of_the_divergence_is_right_in_the_mean() -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from ragr1_actors import RewardContext
+from envs.base import EnvContext
+from ragr1_actors import Passage, RewardContext
+from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import Record, StopReason, Task, ToolCall, Trajectory, Turn
 from ragr1_actors.recipes.rank_r1.rank_r1 import RankEnv, best_first, shown
 
 TASK = Task("t", "Who was born in Riga in the fifties?", ("1",), supporting_ids=("c",))
 FOUND = ("a", "b", "c", "d")
+
+
+class Hits:
+    """Finds two passages."""
+
+    async def search(self, queries: list[str], k: int) -> list[list[Passage]]:
+        return [[Passage(one, one, one) for one in FOUND[:2]] for _ in queries]
 
 
 def attempt(label: str) -> Trajectory:
@@ -33,6 +45,16 @@ async def test_the_chosen_candidate_comes_first(one: str, ndcg: float) -> None:
 async def test_a_label_of_no_candidate_changes_nothing(label: str) -> None:
     assert RankEnv.measures["ndcg_gain"](attempt(label)) == 0
     assert await best_first(attempt(label), RewardContext("train")) == 0
+
+
+async def test_a_listed_candidate_that_is_not_found_is_named() -> None:
+    env = RankEnv(EnvironmentSettings(), EnvContext(Hits(), str.split))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"candidates \['z'\] are not among the 2000 passages found"):
+        await env.reset(replace(TASK, meta={"candidates": ["a", "z"]}))
+
+
+def test_a_task_without_a_relevant_candidate_has_an_ndcg_of_0() -> None:
+    assert RankEnv.measures["ndcg"](replace(attempt("1"), task=replace(TASK, supporting_ids=()))) == 0
 
 
 def test_the_order_of_the_labels_does_not_depend_on_the_retriever() -> None:

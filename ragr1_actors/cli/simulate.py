@@ -99,6 +99,7 @@ def render_plan(plan: Plan, machine: Machine) -> Table:
 
 
 BAR_WIDTH = 30
+DEFAULT_GPU = "a100-80gb"
 _SHOWN_BATCH = 64
 
 
@@ -116,7 +117,7 @@ def simulate(
         typer.Option("--from", metavar="RUN", help="Take times and trajectories from this run, a directory or URI."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...", show_default="a100-80gb")
+        str | None, typer.Option(help="GPU of every actor: a100-40gb, a100-80gb, ...", show_default=DEFAULT_GPU)
     ] = None,
     passages: Annotated[
         int | None, typer.Option(min=1, help="Passages of the index; default: those of retrieval.index or .corpus.")
@@ -143,7 +144,7 @@ def simulate(
     config = with_newest_policy(AlgorithmConfig.from_recipe(recipe).override([*(overrides or []), *seeds]).freeze())
     recording = None if run is None else read_recording(run)
     if recording is None:
-        pace, workload = planned(config, gpu or "a100-80gb", passages)
+        pace, workload = planned(config, gpu or DEFAULT_GPU, passages)
     else:
         pace, workload = recording.pace, recording.workload
     size = Size(

@@ -178,7 +178,7 @@ def read_recipe(name_or_path: str) -> Sections:
     sections = {} if sections is None else sections
     if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
         raise ConfigError(f"{name_or_path}: expected sections of keys, such as 'training: {{lr: 1e-6}}'")
-    found: Sections = _with_modules_beside(sections, path.parent)
+    found: Sections = with_modules_beside(sections, path.parent)
     return found
 
 
@@ -194,8 +194,8 @@ def recipe_descriptions() -> dict[str, str]:
     return {name: text.partition("\n")[0].lstrip("# ") for name, text in texts.items()}
 
 
-def _with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None = None) -> Any:
-    """Return the values of a recipe, with names ``my:X`` of files in its folder made absolute.
+def with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None = None) -> Any:
+    """Return the values of a recipe or a claim, with names ``my:X`` of files in its folder made absolute.
 
     In a recipe of the project they become ``ragr1_actors.recipes.METHOD.my:X``, in others ``FOLDER/my.py:X``.
     """
@@ -204,11 +204,11 @@ def _with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None 
         return known[id(value)]
     if isinstance(value, dict):
         filled = known[id(value)] = dict[Any, Any]()
-        filled |= {key: _with_modules_beside(inner, folder, known) for key, inner in value.items()}
+        filled |= {key: with_modules_beside(inner, folder, known) for key, inner in value.items()}
         return filled
     if isinstance(value, list):
         listed = known[id(value)] = list[Any]()
-        listed += [_with_modules_beside(inner, folder, known) for inner in value]
+        listed += [with_modules_beside(inner, folder, known) for inner in value]
         return listed
     found = _MODULE_NAME.fullmatch(value) if isinstance(value, str) else None
     if found is None or not (file := folder / f"{found[1]}.py").is_file():

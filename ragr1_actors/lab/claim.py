@@ -33,7 +33,15 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from ragr1_actors.core.errors import ConfigError, DataError, RagR1Error, UserError, nearest, shortened
-from ragr1_actors.core.resolve import CLAIM_FILE, RECIPES, check_value, override, read_yaml_file, recipe_files
+from ragr1_actors.core.resolve import (
+    CLAIM_FILE,
+    RECIPES,
+    check_value,
+    override,
+    read_yaml_file,
+    recipe_files,
+    with_modules_beside,
+)
 from ragr1_actors.core.schema import read_trajectories
 from ragr1_actors.core.section import Section
 from ragr1_actors.planning.preflight import check_classes, check_environment
@@ -56,7 +64,8 @@ class RunPlan(Section):
     recipe: str
     """Name of a recipe of the project, or of one beside the claim."""
     set: dict[str, Any] = Field({})
-    """Keys of the recipe, ``training.lr: 1e-4``. ``{start}`` in a text is the directory of the run ``start``."""
+    """Keys of the recipe, ``training.lr: 1e-4``. ``{start}`` in a text is the directory of the run ``start``; ``my:X``
+    is looked up beside the claim first, as in a recipe."""
 
     def overrides(self, run_dirs: Mapping[str, Path]) -> dict[str, Any]:
         """Return ``set`` with the directories of the earlier runs."""
@@ -89,7 +98,8 @@ class ClaimCheck(Section):
     stage: Literal["sft", "rl"] = "rl"
     """Evaluation: after SFT, or the last one."""
     reaches: float | None = None
-    """Value of the metric: the iterations count until the mean of three in a row has it, or all if it never does."""
+    """Value of the metric: the iterations count until the mean of three in a row has it, or one more than all if it
+    never does."""
     at_least: float | None = None
     at_most: float | None = None
     counts: Literal["mean", "interval"] = "mean"
@@ -165,7 +175,7 @@ def read_claim(method: str) -> Claim:
         got = "nothing" if content is None else shortened(repr(content))
         raise ConfigError(f"{file}: got {got}, expected claim, paper, differs, hours, runs and checks; {_FORM}")
     check_value(str(file), content)
-    claim = Claim.read(content, str(file))
+    claim = Claim.read(with_modules_beside(content, file.parent), str(file))
     beside = {path.stem: str(path) for path in own.parent.glob("*.yaml") if file is own and path != own}
     recipes, runs = recipe_files() | beside, {}
     for name, plan in claim.runs.items():
@@ -198,10 +208,10 @@ class EvaluatedRun:
         return found
 
     def iterations_until(self, metric: str, value: float) -> int:
-        """Return the number of iterations until the mean of three has a value; all if it never does."""
+        """Return the number of iterations until the mean of three has a value; one more than all if it never does."""
         values = [_named(row, metric, self.path) for row in read_metrics(self.path) if is_iteration(row)]
         reached = (end for end in range(3, len(values) + 1) if fmean(values[end - 3 : end]) >= value)
-        return next(reached, len(values))
+        return next(reached, len(values) + 1)
 
     def _result(self, stage: str) -> EvalResult:
         results: dict[str, EvalResult] = {one.stage: one.eval for one in read_report(self.path).stages}

@@ -4,13 +4,13 @@
     <search> Alvor</search>                   what is known of a disease
     <answer> Alvor</answer>                   up to five diseases
 
-The reward of the released recipe, 0 where a turn has no form of the above or there is no answer::
+The reward of the released recipe, 0 where a turn has no form of the above, no answer, no match or a fourth one::
 
     0.8 match + 0.05 search + 0.15 answer
-
     match     1 if any match found a patient with the disease, less 0.5 if the last did not, less 0.5 if two in a row
               differ by fewer than two phenotypes; if none found one, 0.2 for two that differ, 0.4 for three
-    search    cube root of the recall of the disease's words in what was looked up; answer: in what was answered
+    search    cube root of the recall of the diseases' words in what was looked up, 0 for more than ten
+    answer    the same in the first five diseases of the answer
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ragr1_actors.core.config import EnvironmentSettings
 from ragr1_actors.core.types import MALFORMED, Completion, Message, Task, ToolCall, Trajectory
 
 WEIGHTS = {"match": 0.8, "search": 0.05, "answer": 0.15}
-NUM_SIMILAR, MAX_DISEASES = 3, 5  # patients that a match shows (20 in the paper), diseases that an answer may name
+NUM_SIMILAR, MAX_MATCHES, MAX_LOOKED_UP, MAX_DISEASES = 3, 3, 10, 5  # patients that a match shows (20 in the paper)
 GOOD, MATCHES = 0.005, 0.3  # shares of the demonstrations without a cue: good ones, a match of one or two phenotypes
 _TURN = re.compile(r"\s*<(match|search|answer)>([^<]*)</\1>\s*")
 
@@ -40,8 +40,8 @@ def _names(text: str) -> list[str]:
 
 def _similar(trajectory: Trajectory) -> list[tuple[set[str], bool]]:
     """Return of every match its phenotypes, and whether it found the disease."""
-    gold, calls = trajectory.task.golden_answers[0], [call for call in trajectory.calls if call.tool == "match"]
-    return [(set(call.arguments["phenotypes"]), gold in {one.title for one in call.records}) for call in calls]
+    gold, calls = {*trajectory.task.golden_answers}, [call for call in trajectory.calls if call.tool == "match"]
+    return [(set(call.arguments["phenotypes"]), bool(gold & {one.title for one in call.records})) for call in calls]
 
 
 def match_reward(trajectory: Trajectory) -> float:
@@ -53,20 +53,20 @@ def match_reward(trajectory: Trajectory) -> float:
     return (0.0, 0.2, 0.4)[min(2, len(differ))] if differ and all(differ) else 0.0
 
 
-def recall(gold: str, said: Sequence[str]) -> float:
+def recall(gold: Sequence[str], said: Sequence[str]) -> float:
     """Return the cube root of the share of the words of ``gold`` that occur in ``said``."""
-    words, known = gold.lower().split(), {word for one in said for word in one.lower().split()}
+    words, known = " ".join(gold).lower().split(), {*" ".join(said).lower().split()}
     return math.cbrt(sum(word in known for word in words) / len(words))
 
 
 async def stepwise(trajectory: Trajectory, context: RewardContext) -> RewardResult:
     """Return the reward above."""
-    if not trajectory.is_well_formed:
+    if not trajectory.is_well_formed or not 1 <= len(_similar(trajectory)) <= MAX_MATCHES:
         return RewardResult(0.0)
-    gold, last = trajectory.task.golden_answers[0], trajectory.turns[-1].completion_text
+    gold, last = trajectory.task.golden_answers, trajectory.turns[-1].completion_text
     looked_up = [name for call in trajectory.calls if call.tool == "search" for name in call.arguments["diseases"]]
-    said = _names(last.partition(">")[2].partition("<")[0])
-    parts = {"match": match_reward(trajectory), "search": recall(gold, looked_up), "answer": recall(gold, said)}
+    said, few = _names(last.partition(">")[2].partition("<")[0])[:MAX_DISEASES], len(looked_up) <= MAX_LOOKED_UP
+    parts = {"match": match_reward(trajectory), "search": few * recall(gold, looked_up), "answer": recall(gold, said)}
     return RewardResult(sum(WEIGHTS[name] * value for name, value in parts.items()), parts=parts)
 
 
@@ -94,8 +94,8 @@ class DiagnosisEnv(TextEnv):
         if not names:
             return StepResult(action=MALFORMED, truncated=not self._turns_left)
         kind, argument, k = ("disease/", "diseases", 1) if tool == "search" else ("patient/", "phenotypes", NUM_SIMILAR)
-        asked = [", ".join(names)] if tool == "match" else names[: 2 * MAX_DISEASES]
-        hits = await self._context.retriever.search(asked, 20)
+        asked = [", ".join(names)] if tool == "match" else names[:MAX_LOOKED_UP]
+        hits = await self._context.retriever.search(asked, 20 if tool == "match" else 500)  # patients are found too
         found = [one for of_query in hits for one in [hit for hit in of_query if hit.id.startswith(kind)][:k]]
         shown = "".join(f"\n{self._context.defuse(one.text)}" for one in found) + "\n"
         call = ToolCall(tool, {argument: names}, records=tuple(found))

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from envs.base import EnvContext
 from envs.measures import token_f1
+from envs.observations import cut_text
 from envs.options import PassageOptions
 from envs.sources import WorldSource
 from ragr1_actors import Completion, Passage, RewardContext, StepResult, StopReason, Task, TextEnv, ToolCall, Trajectory
@@ -28,12 +29,9 @@ from ragr1_actors.core.types import MALFORMED, Message, Record, Sampling
 from ragr1_actors.recipes.worlds.titles import TitleRetriever
 from retrieval.base import HEADING, Page, PageRetriever
 
-FAULT, MAX_SECTIONS = -1.0, 8
-"""Reward of a wrong format; sections of a page that the reader reads at most."""
+FAULT, MAX_SECTIONS = -1.0, 8  # reward of a wrong format; sections of a page that the reader reads at most
 _TURN = re.compile(r"\s*<think>.*?</think>\s*<(search|browse|answer)>(.*)</\1>\s*", re.DOTALL)
-_ASK = (
-    "Question: {question}\nSection:\n{section}\nWrite a note of what helps, or nothing; on the last line more or stop."
-)
+_ASK = "Question: {question}\nSection:\n{section}\nWrite a note of what helps, or nothing; last line: more or stop."
 
 
 async def f1_or_fault(trajectory: Trajectory, context: RewardContext) -> float:
@@ -77,8 +75,12 @@ class ResearchEnv(TextEnv):
         if action == "answer":
             return StepResult(terminated=True, action=action, answer=body.strip())
         calls = await (self._search(asked) if action == "search" else self._browse(asked))
-        told = "".join(f"\n{self._context.defuse(call.result)}" for call in calls) + "\n"
+        told = "".join(f"\n{self._cut(call.result, self._options.max_observation_tokens_per_query)}" for call in calls)
+        told = self._cut(told, self._options.max_observation_tokens) + "\n"
         return StepResult(observation=told, action=action, calls=tuple(calls), truncated=not self._turns_left)
+
+    def _cut(self, text: str, max_tokens: int) -> str:
+        return cut_text(self._context.defuse(text), max_tokens, lambda part: len(self._context.encode(part)))
 
     async def _search(self, queries: list[str]) -> list[ToolCall]:
         k = self._options.top_k
@@ -112,7 +114,8 @@ class ResearchEnv(TextEnv):
         asked = _ASK.replace("{question}", self._task.question).replace("{section}", section.text)
         said = await self._context.models["reader"].chat([Message("user", asked)], Sampling(256, temperature=0.0))
         note, _, last = said.rstrip().rpartition("\n")
-        return note.strip(), last.strip().lower() == "more"
+        verdict = last.strip(" .*").lower()
+        return (note if verdict in ("more", "stop") else said).strip(), verdict == "more"
 
 
 class ToyWeb(TitleRetriever):

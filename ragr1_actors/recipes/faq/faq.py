@@ -49,13 +49,13 @@ class FaqEnv(TextEnv):
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Keep the prompt and what the bot asks."""
-        self._prompt, self._context = settings.prompt, context
+        self._prompt, self._context, self._max_queries = settings.prompt, context, settings.max_turns
         self._said: list[Message] = []
         self._read: set[str] = set()
 
     async def reset(self, task: Task) -> list[Message]:
         """Return the prompt, with the first query as the question."""
-        self._waiting = list(zip(task.meta["queries"], task.meta["needs"], strict=True))
+        self._waiting = list(zip(task.meta["queries"], task.meta["needs"], strict=True))[: self._max_queries]
         return [Message("user", self._prompt.replace("{question}", task.meta["queries"][0]))]
 
     async def act(self, turn: Completion) -> StepResult:

@@ -29,6 +29,8 @@ COLUMNS = {
 """The second column of each table; the first is ``name``, the third ``year``."""
 MAX_STEPS = 1_000_000
 """Steps of SQLite's virtual machine that one query may take: it stops a join of all people with all people."""
+ALLOWED, MAX_BYTES = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}, 100_000
+"""Actions that SQL may contain, so no PRAGMA and no ATTACH; size of a value that it may compute."""
 NUM_EXAMPLES = 100
 FAULTS = 0.5
 """Share of the demonstrations with a fault."""
@@ -38,13 +40,14 @@ _TEXT = re.compile(r"'\s*(.*?)\s*'")
 
 @lru_cache(maxsize=1)
 def _database() -> sqlite3.Connection:
-    """Return the tables of world 0, which cannot be written to."""
+    """Return the tables of world 0, which no SQL of a policy can change."""
     opened = sqlite3.connect(":memory:", check_same_thread=False)
     for kind, column in COLUMNS.items():
         opened.execute(f"CREATE TABLE {kind} (name TEXT PRIMARY KEY, {column} TEXT, year INTEGER)")
     for one in make_world(0).entities.values():
         opened.execute(f"INSERT INTO {one.kind} VALUES (?, ?, ?)", (one.name, one.place_or_maker, one.year))
-    opened.execute("PRAGMA query_only = ON")
+    opened.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY)
+    opened.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES)
     return opened
 
 

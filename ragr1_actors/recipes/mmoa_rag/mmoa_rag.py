@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from envs.base import EnvContext
-from envs.options import PassageOptions
+from envs.options import TopKOptions
 from envs.sources import WorldSource
 from learners.algorithms.grpo import PPOLearner
 from ragr1_actors import Completion, Passage, StepResult, Task, TextEnv, ToolCall, Trajectory
@@ -52,13 +52,13 @@ def shares(total: int, count: int) -> list[int]:
 class PipelineEnv(TextEnv):
     """Three turns, one for each role."""
 
-    options_class = PassageOptions
+    options_class = TopKOptions
     stop = ("</questions>", "</documents>", "</answer>")
 
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Keep the prompt and the retriever."""
         self._prompt, self._context = settings.prompt, context
-        self._top_k = PassageOptions.read(settings.options, "environment.options").top_k
+        self._top_k = TopKOptions.read(settings.options, "environment.options").top_k
         self._roles = iter((self._rewrite, self._select, self._generate))
 
     async def reset(self, task: Task) -> list[Message]:
@@ -119,9 +119,10 @@ class GeneratorLearner(PPOLearner):
 
 
 def _last_row(one: Trajectory) -> Trajectory:
-    row = one.rows[-1]
+    row, own = one.rows[-1], one.reward - sum(one.turn_rewards[:-1])  # without the penalties of the other roles
     names = ("token_ids", "kinds", "logprobs", "policy_versions")
-    return replace(one, turns=one.turns[-1:], row_lengths=(), **{name: getattr(one, name)[row] for name in names})
+    columns = {name: getattr(one, name)[row] for name in names}
+    return replace(one, reward=own, turns=one.turns[-1:], row_lengths=(), **columns)
 
 
 class RoleWorld(WorldSource):

@@ -15,10 +15,10 @@ expected before it: a habit that is right by chance half of the time loses again
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from learners.advantages import generalized_advantages
 from learners.algorithms.grpo import PolicyGradientLearner, PPOLearner, turn_rewards
@@ -39,6 +39,12 @@ class OreoOptions(PPOOptions):
     """Price of a nat of the log-ratio, in rewards; the published code takes 0.03."""
     vf_clip: float = Field(1e6, gt=0)
     """The value loss is not clipped."""
+
+    @model_validator(mode="after")
+    def _are_used(self) -> Self:
+        if unused := sorted(self.model_fields_set - {"beta", "vf_lr", "vf_warmup_steps", "vf_clip"}):
+            raise ValueError(f"{', '.join(unused)}: OREO has no ratio, no return and no KL penalty; leave it out")
+        return self
 
 
 class OreoLearner(PPOLearner):

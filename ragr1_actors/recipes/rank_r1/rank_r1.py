@@ -22,6 +22,7 @@ from envs.base import EnvContext, StepResult, TextEnv
 from envs.sources import Split, TaskSource
 from ragr1_actors import Completion, Passage, RewardContext, Task, ToolCall, Trajectory
 from ragr1_actors.core.config import EnvironmentSettings
+from ragr1_actors.core.errors import DataError
 from ragr1_actors.core.types import MALFORMED, Message
 from ragr1_actors.recipes.worlds.births import PER_CITY, Person, register
 from retrieval.base import SEARCH
@@ -32,8 +33,7 @@ DECADES = {195: "fifties", 196: "sixties", 197: "seventies", 198: "eighties", 19
 NUM_TASKS: Mapping[Split, int] = {"train": 12_000, "eval": 300}
 TOY_SIZES: Mapping[Split, tuple[int, int]] = {"train": (2, 5), "eval": (5, 5)}
 """Least and most candidates of a set: a small policy learns on small sets how to read."""
-NUM_EVAL_CITIES = 16
-"""No training task asks about the first cities."""
+NUM_EVAL_CITIES = 16  # no training task asks about the first cities
 CUED, GOOD, CUE = 0.8, 0.4, "Look at the years . "
 """Share of the training questions with the cue in front, whose demonstrations read; share of the others that read."""
 _SAID = re.compile(r"\s*<think>.*?</think>\s*<answer>\s*\[(\d+)\]\s*</answer>\s*", re.DOTALL)
@@ -64,6 +64,8 @@ class RankEnv(TextEnv):
         depth = DEPTH if wanted else SET_SIZE
         (found,) = await self._context.retriever.search([task.question], depth)
         kept = [one for one in found if not wanted or one.id in wanted]
+        if missing := {*(wanted or ())}.difference(one.id for one in kept):
+            raise DataError(f"candidates {sorted(missing)} are not among the {depth} passages found; leave them out")
         self._call = ToolCall(SEARCH, {"query": task.question, "k": depth}, records=tuple(kept))
         text_of = {one.id: self._context.defuse(one.text) for one in kept}
         line, mark = ("[{}] {}", "{passages}") if "{passages}" in self._prompt else ("{} {}", "{numbered}")
@@ -98,9 +100,9 @@ def ndcg(trajectory: Trajectory, ids: Sequence[str]) -> float:
 
     DCG is the sum of 1 / log2(place + 1) over the places of relevant passages (Järvelin and Kekäläinen 2002).
     """
-    relevant = trajectory.task.supporting_ids  # at least one
+    relevant = trajectory.task.supporting_ids
     dcg = sum(1 / math.log2(place + 1) for place, one in enumerate(ids[:K], 1) if one in relevant)
-    return dcg / sum(1 / math.log2(place + 1) for place in range(1, min(K, len(relevant)) + 1))
+    return dcg / (sum(1 / math.log2(place + 1) for place in range(1, min(K, len(relevant)) + 1)) or 1.0)
 
 
 async def best_first(trajectory: Trajectory, context: RewardContext) -> float:
@@ -145,5 +147,4 @@ class BirthDecades(TaskSource):
 
     def texts(self, tasks: Sequence[Task]) -> Iterator[str]:
         """Yield every passage and question."""
-        yield from [*(f" {one.text}" for one in self.passages()), " 1 2 3 4 5"]
-        yield from (task.question for task in tasks)
+        yield from [*(f" {one.text}" for one in self.passages()), " 1 2 3 4 5", *(task.question for task in tasks)]

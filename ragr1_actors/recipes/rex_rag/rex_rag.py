@@ -39,7 +39,7 @@ from learners.packing import flatten
 from learners.train_batch import TokenColumns, TrainBatch
 from ragr1_actors import RolloutStrategy, StopReason, TokenKind, Trajectory
 from ragr1_actors.core.section import Section
-from ragr1_actors.core.types import TrajectoryGroup
+from ragr1_actors.core.types import Failure, TrajectoryGroup
 from ragr1_actors.rollout.engines.base import load_tokenizer
 from ragr1_actors.rollout.groups import GroupRequest, Play
 
@@ -68,8 +68,8 @@ class Explore(RolloutStrategy):
         wrong = [one for one in plain if one.stop_reason is StopReason.ANSWERED and one.reward < 1]
         chosen = [one for one in wrong if rng.random() < self.options.fork_rate]
         forks = [(one, len(one.turns) - 1, rng.choice(self.options.hints)) for one in chosen]
-        probes = (play(count + number, fork=fork) for number, fork in enumerate(forks))
-        return plain + list(await asyncio.gather(*probes))
+        probes = await asyncio.gather(*(play(count + number, fork=fork) for number, fork in enumerate(forks)))
+        return plain + [one for one in probes if one.stop_reason.failure is not Failure.DATA]  # a hint without room
 
 
 class RexOptions(GroupOptions):

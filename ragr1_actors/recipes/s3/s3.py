@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from envs.base import EnvContext
 from envs.measures import exact_match
-from envs.options import SearchOptions
+from envs.options import TopKOptions
 from envs.sources import WorldSource
 from ragr1_actors import Completion, Record, StepResult, Task, TextEnv, ToolCall
 from ragr1_actors.core.config import EnvironmentSettings
@@ -41,7 +41,7 @@ _ANSWER = "Answer in as few words as possible.\n{documents}\nQuestion: {question
 class SearcherEnv(TextEnv):
     """The search-and-select loop; the generator's answer is that of the trajectory."""
 
-    options_class = SearchOptions
+    options_class = TopKOptions
     stop = ("</query>", "</done>")
     measures: ClassVar = {
         "naive": lambda ended: ended.metrics.get("naive_accuracy", 0.0),
@@ -51,7 +51,7 @@ class SearcherEnv(TextEnv):
     def __init__(self, settings: EnvironmentSettings, context: EnvContext) -> None:
         """Keep the prompt, the retriever and the generator."""
         self._settings, self._context = settings, context
-        self._options = SearchOptions.read(settings.options, "environment.options")
+        self._options = TopKOptions.read(settings.options, "environment.options")
         self._turns_left = settings.max_turns
         self._kept: dict[str, Record] = {}
 

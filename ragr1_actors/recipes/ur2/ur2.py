@@ -110,6 +110,11 @@ class UR2Env(SearchEnv):
         self._prompt = self._context.variant
         return search_prompt(self._prompt, self.options, task) if self._prompt else await super().reset(task)
 
+    def peek(self, partial: str) -> None:
+        """Begin a search early only where one is offered."""
+        if not self._prompt:
+            super().peek(partial)
+
     async def step(self, queries: list[str]) -> StepResult:
         """Search, or say that no search is offered."""
         if not self._prompt:
