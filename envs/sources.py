@@ -402,8 +402,8 @@ def _short(settings: SourceSettings) -> str:
 
 
 def _weighted(parts: Sequence[list[Task]], weights: Sequence[float], seed: int) -> list[list[Task]]:
-    """Return as many tasks of each part as its weight allows, in their order; at least one."""
-    scale = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+    """Return as many tasks of each part as its weight allows, in their order; at least one of each that has any."""
+    scale = min((len(part) / weight for part, weight in zip(parts, weights, strict=True) if part), default=0.0)
     if not math.isfinite(scale):
         raise ConfigError(f"environment.tasks: got the weights {', '.join(map(str, weights))}; give larger ones")
     rng = random.Random(f"weights {seed}")

@@ -62,11 +62,11 @@ def leave_one_out_advantages(rewards_N: torch.Tensor, group_ids_N: torch.Tensor)
 def _within_groups(
     rewards_N: torch.Tensor, group_ids_N: torch.Tensor, compare: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    advantages_N = rewards_N.clone()
-    for group in group_ids_N.unique():
-        members = group_ids_N == group
-        if members.sum() > 1:
-            advantages_N[members] = compare(rewards_N[members])
+    order = group_ids_N.argsort(stable=True)  # once: there may be as many groups as turns in a batch
+    sizes = group_ids_N[order].unique_consecutive(return_counts=True)[1].tolist()
+    parts = [compare(part) if len(part) > 1 else part for part in rewards_N[order].split(sizes)]
+    advantages_N = torch.empty_like(rewards_N)
+    advantages_N[order] = torch.cat([rewards_N[:0], *parts])
     return advantages_N
 
 

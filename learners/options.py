@@ -128,7 +128,12 @@ class PolicyGradientOptions(LearnerOptions):
     (default) is off. An update of several steps needs one more forward pass, as with ``tis_clip``."""
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a correction that would use the ratio twice, or that has no ratio."""
+        """Refuse a KL term that pulls nowhere, and a correction that uses the ratio twice or that has no ratio."""
+        if config.training.kl_coeff and (self.kl_in, self.kl_estimator) == ("loss", "k1"):
+            raise ConfigError(
+                "training.options.kl_estimator: got k1 with kl_in: loss, where its mean gradient is 0; take k2 or k3, "
+                "or kl_in: reward"
+            )
         correction, top_p = self.sequence_correction, config.env_runners.top_p
         if correction is None:
             return

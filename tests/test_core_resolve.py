@@ -17,7 +17,7 @@ from ragr1_actors.cli.view import tokenizer_folders
 from ragr1_actors.core.config import GuardSettings, LoraSettings, PolicySettings, RunnerAutoscaling
 from ragr1_actors.core.errors import ConfigError, RunDirectoryError, UserError
 from ragr1_actors.core.models.model_shape import HUB_CONFIGS, ModelShape
-from ragr1_actors.core.resolve import read_recipe, recipe_descriptions, recipe_files
+from ragr1_actors.core.resolve import override, read_recipe, recipe_descriptions, recipe_files
 from ragr1_actors.planning.plan import count_passages
 from ragr1_actors.planning.preflight import check_classes, check_names
 from ragr1_actors.planning.tiny_policy import TinyPolicy, TinyVisionPolicy, policy_maker
@@ -207,6 +207,12 @@ def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:
     }
     assert AlgorithmConfig(found.model_dump()).freeze() == found
     assert config.override(["training.guard={action: warn}", "learners.lora=null"]).freeze().learners.lora is None
+
+
+def test_a_number_with_an_exponent_is_a_number_in_options() -> None:
+    words = "{a: 1e-3, b: 1.5e3, c: -2E5, d: .5e1, e: 1e5x, f: '1e3'}"
+    found = override({}, [f"environment.reward_options={words}"])["environment"]["reward_options"]
+    assert found == {"a": 1e-3, "b": 1500.0, "c": -2e5, "d": 5.0, "e": "1e5x", "f": "1e3"}
 
 
 def test_a_name_deep_in_options_is_set_and_one_level_up_replaces_all() -> None:

@@ -47,6 +47,15 @@ def test_what_is_written_is_read(name: GrammarName) -> None:
     assert found.content == turn[: turn.index("</think>") + len("</think>")]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize("before", ["", "<think>look</think>", "<think>a <tool_call></think> <think>b</think>"])
+def test_a_thought_behind_a_call_or_in_an_argument_is_no_content(name: GrammarName, before: str) -> None:
+    written = GRAMMARS[name].write((call("add", c="what <think> means"),))
+    for turn in (f"{before}{written}", f"{before}{written}<think>b</think>"):
+        found = parse(turn, name)
+        assert (found.content, len(found.calls)) == (before, 1)
+
+
 @families
 def test_odd_texts_in_arguments_are_kept(name: GrammarName) -> None:
     is_marked = name in ("hermes", "qwen3_coder")  # their mark cannot be written inside a text

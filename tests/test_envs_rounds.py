@@ -104,9 +104,11 @@ def test_a_demonstration_of_a_file_asks_round_by_round(tmp_path: Path) -> None:
         "evidences": DIRECTORS,
     }
     path = tmp_path / "wiki.json"
-    path.write_text(json.dumps([record]))
-    (task,) = load_tasks(path).tasks
-    assert task.supporting_ids == tuple(FILMS)
+    stored = {name: json.dumps(record[name]) for name in ("supporting_facts", "evidences")}  # as the hub has it
+    for one in (record | stored, record):
+        path.write_text(json.dumps([one]))
+        (task,) = load_tasks(path).tasks
+        assert (task.supporting_ids, len(task.plan)) == (tuple(FILMS), 2)
     turns = evidence_demonstration(task, 3)
     assert asked(turns) == [["Red Dawn (1999 film)", "The Cup"], ["Ana Bell", "Bo Cole"]]
     assert parse_action(turns[-1]) == Answer("Red Dawn")

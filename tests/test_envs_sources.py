@@ -440,6 +440,18 @@ def test_a_source_of_a_small_weight_gives_one_task() -> None:
     assert Counter(task.source for task in opened(named).tasks("train", 0)) == {"world": 1, "Lamps": 6}
 
 
+class HeldOut(Lamps):
+    def tasks(self, split: Split) -> Sequence[Task]:
+        return super().tasks(split) if split == "eval" else []
+
+
+def test_a_source_without_training_tasks_counts_in_no_ratio() -> None:
+    alone = [{"source": f"{HERE}:Lamps", "weight": 2.0}]
+    beside = [*alone, {"source": f"{HERE}:HeldOut"}]
+    found = [[task.task_id for task in opened(named).tasks("train", 0)] for named in (alone, beside)]
+    assert found[0] == found[1] and len(found[0]) > 1
+
+
 class Unheld(Lamps):
     def tasks(self, split: Split) -> Sequence[Task]:
         return super().tasks(split) if split == "train" else []

@@ -86,6 +86,12 @@ def test_every_format_is_the_same_turns(tmp_path: Path, record: dict[str, Any]) 
     assert turns_of == {"teacher/0": (SEARCH, ANSWER)}
 
 
+def test_a_tag_in_a_thought_ends_no_turn(tmp_path: Path) -> None:
+    thinks = "<think> I may write <search> queries </search> now, or </answer>.</think><search> Ana Bell</search>"
+    _, turns = load(tmp_path, {"question": "Where was Ana Bell born?", "output": thinks + FOUND + ANSWER})
+    assert list(turns.values()) == [(thinks, ANSWER)]
+
+
 def test_tool_calls_are_written_in_the_format_of_the_queries(tmp_path: Path) -> None:
     call = json.dumps({"name": "search", "arguments": {"queries": ["Ana Bell", "Bo, Cole"]}})
     record = messages(

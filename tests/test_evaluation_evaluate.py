@@ -17,10 +17,12 @@ from envs.base import search_options
 from envs.measures import Measure
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EndpointSettings, RunConfig
-from ragr1_actors.core.errors import ConfigError, EngineDeadError
+from ragr1_actors.core.errors import ConfigError, EngineDeadError, FleetError
+from ragr1_actors.core.types import Task
+from ragr1_actors.evaluation.evaluate import _Pass, evaluation_tasks
 from ragr1_actors.evaluation.evaluated_policy import BASELINES, EvalRequest, open_policy
 from ragr1_actors.planning.preflight import check_names
-from ragr1_actors.planning.prepare import prepare_policy, split_tasks
+from ragr1_actors.planning.prepare import in_turn, prepare_policy, split_tasks
 from ragr1_actors.runs.scores import EvalArguments, TaskScore, append_score, open_scores, read_scores
 from retrieval.http.retriever import PROBE
 
@@ -183,6 +185,62 @@ def test_what_a_baseline_changes_and_a_person_overrides(files: Path) -> None:
     (files / "prompt.txt").write_text("Say {question}\n")
     asked = EvalRequest(policy, recipe, own, prompt=files / "prompt.txt", baseline="rag")
     assert open_policy(asked).config.environment.prompt == "Say {question}"
+
+
+def test_the_tasks_are_those_that_the_run_held_out(files: Path) -> None:
+    words, recipe = ("environment.eval_tasks=''", "env_runners.temperature=0.7"), str(files / "recipe.yaml")
+    own, other = (
+        open_policy(EvalRequest(str(files / "policy"), recipe, (*words, f"debugging.seed={seed}"))) for seed in (0, 5)
+    )
+    assert (own.config.debugging.seed, other.config.debugging.seed) == (0, 5)
+    assert evaluation_tasks(own.run, None, None) == evaluation_tasks(other.run, None, None)
+
+
+def test_the_first_tasks_are_of_all_sources(files: Path) -> None:
+    (files / "more.jsonl").write_text("".join(f'{{"question": "Q{n}?", "answer": "a"}}\n' for n in range(9)))
+    config = make_config(files)
+    named = [{"source": path} for path in (config.environment.eval_tasks, str(files / "more.jsonl"))]
+    sections = config.model_dump()
+    several = RunConfig.model_validate(sections | {"environment": sections["environment"] | {"eval_tasks": named}})
+    found = evaluation_tasks(several, None, 4)
+    assert len({task.source for task in found}) == 2 and found == in_turn(split_tasks(several, 8)[1])[:4]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_equal"),
+    [
+        (("environment.env=tools",), True),
+        (("environment.env=tools", "environment.options={max_calls_per_turn: 1}"), False),
+        (("environment.env=tools", "policy.template_options={enable_thinking: false}"), False),
+    ],
+)
+def test_the_digest_has_what_shapes_answers(files: Path, words: tuple[str, ...], is_equal: bool) -> None:
+    asked = [
+        EvalRequest(str(files / "policy"), str(files / "recipe.yaml"), ("environment.options={}", *more))
+        for more in (("environment.env=tools",), words)
+    ]
+    first, second = (open_policy(one).digest() for one in asked)
+    assert (first == second) is is_equal
+
+
+def test_tasks_that_fail_again_do_not_lose_the_answers_of_the_file(files: Path) -> None:
+    config = make_config(files)
+    asked = evaluation_tasks(config, None, 3)
+    subject = open_policy(EvalRequest(str(files / "policy"), str(files / "recipe.yaml")))
+    answered = TaskScore(asked[0].task_id, "a", "answered", 1.0, 1.0, 1.0, 1.0, None, 1, 1, 5, 0.1)
+
+    class Failing:
+        def sample_tasks(self, tasks: list[Task], *given: object) -> int:
+            raise FleetError("all failed")
+
+    for concurrency in (1, 8):
+        one = _Pass(subject, "", asked, concurrency, None)
+        with pytest.raises(FleetError):
+            one.answer(Failing(), lambda: None)  # type: ignore[arg-type]
+        one = _Pass(subject, "", asked, concurrency, None)
+        one.scores.append(answered)
+        one.answer(Failing(), lambda: None)  # type: ignore[arg-type]
+        assert one.num_failed == 2
 
 
 def test_an_endpoint_has_its_own_engine_options(files: Path) -> None:

@@ -12,7 +12,7 @@ from small_world import THINGS, invoke, make_config, make_files
 
 from envs.tasks.files import load_tasks
 from ragr1_actors.core.types import Task
-from ragr1_actors.evaluation.selection import SelectionArguments, choose
+from ragr1_actors.evaluation.selection import SelectionArguments, _record, choose
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer, ScriptedEngine
 from ragr1_actors.runs.run_directory import create_run_directory
 from ragr1_actors.training.training_run import TrainingRun
@@ -140,6 +140,18 @@ def test_classes_and_shares() -> None:
     assert [task for task in kept if successes[task.task_id] <= 4] == tasks[10:50]
     assert choose(tasks, successes, settings, seed=0)[0] == kept != choose(tasks, successes, settings, seed=1)[0]
     assert choose(tasks, {}, settings, seed=0)[1].failed == 100
+
+
+def test_a_selected_task_keeps_its_rounds_and_other_fields(tmp_path: Path) -> None:
+    evidence = {"supporting_facts": [["Riga", 0], ["Ana Bell", 0]], "search_rounds": [["Riga"], ["Ana Bell"]]}
+    record = {"question": "When was its director born?", "answer": "1901", "level": 3, "kept": {"a": [1]}, **evidence}
+    (tmp_path / "all.jsonl").write_text(json.dumps(record))
+    (task,) = load_tasks(tmp_path / "all.jsonl").tasks
+    assert (task.plan, task.meta) == ((("Riga",), ("Ana Bell",)), {"level": 3, "kept": {"a": [1]}})
+    (tmp_path / "kept.jsonl").write_text(json.dumps(_record(task, 1, 4, "all/")))
+    (again,) = load_tasks(tmp_path / "kept.jsonl").tasks
+    assert again.meta == task.meta | {"pass_rate": 0.25, "num_samples": 4}
+    assert (again.plan, again.supporting_ids) == (task.plan, task.supporting_ids)
 
 
 @pytest.mark.engine

@@ -10,6 +10,7 @@ import pytest
 import torch
 from references_common import BASELINES, LIMIT, expected_advantages, make_batch, make_learner, plain_kl, rows
 
+from learners import advantages
 from learners.advantages import generalized_advantages, overlong_penalty, whiten
 from learners.algorithms.grpo import (
     DAPOLearner,
@@ -44,6 +45,23 @@ def test_a_group_of_one_keeps_its_reward(learner_class: type[Learner]) -> None:
     learner = make_learner(learner_class)
     rewards = torch.tensor([0.7, 1.0, 0.0], dtype=torch.float64)
     assert learner.trajectory_advantages(rewards, torch.tensor([3, 1, 1]))[0].item() == pytest.approx(0.7)
+
+
+def test_each_group_is_compared_once_and_without_the_others() -> None:
+    seen: list[int] = []
+    ids = torch.tensor([7, 1, 7, 3, 1, 7] * 50)
+    rewards = torch.arange(300, dtype=torch.float64)
+
+    def centred(part: torch.Tensor) -> torch.Tensor:
+        seen.append(len(part))
+        return part - part.mean()
+
+    found = advantages._within_groups(rewards, ids, centred)
+    assert sorted(seen) == [50, 100, 150]
+    for group in (1, 3, 7):
+        members = ids == group
+        assert torch.equal(found[members], rewards[members] - rewards[members].mean())
+    assert advantages._within_groups(rewards[:0], ids[:0], centred).shape == (0,)
 
 
 def test_overlong_shaping() -> None:

@@ -285,6 +285,15 @@ def test_a_wrong_option_is_named(algorithm: str, options: dict[str, Any], messag
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("algorithm", "options"), [("ppo", {"kl_in": "loss"}), ("grpo", {"kl_estimator": "k1"})])
+def test_a_divergence_whose_gradient_is_0_is_refused(algorithm: str, options: dict[str, Any]) -> None:
+    config = AlgorithmConfig().training(algorithm=algorithm, options=options, kl_coeff=0.01).freeze()
+    with pytest.raises(ConfigError, match="kl_estimator: got k1 with kl_in: loss"):
+        learner_options(config.training).check(config)
+    without = config.model_copy(update={"training": config.training.model_copy(update={"kl_coeff": 0.0})})
+    learner_options(without.training).check(without)
+
+
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_the_options_of_every_recipe_are_its_algorithms(name: str) -> None:
     training = AlgorithmConfig.from_recipe(name).freeze().training

@@ -70,6 +70,22 @@ def test_tasks_that_the_curriculum_cannot_order_are_refused_before_the_rest_is_m
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_without_a_task_to_demonstrate_is_refused(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stored:  # what was sampled before, of other questions
+        def __init__(self, folder: Path) -> None:
+            self.tasks = (Task("other/0", "What else?", ("a",)),)
+
+    monkeypatch.setattr("ragr1_actors.planning.prepare.StoredGroups", Stored)
+    sections = config.model_dump()
+    sections["environment"]["eval_tasks"] = config.environment.tasks  # no question of it is trained on
+    sections["training"]["from_trajectories"] = str(tmp_path)
+    sections["sft"]["num_steps"] = 3
+    with pytest.raises(DataError, match=r"sft\.num_steps: got 3, and \S+ has no training task to demonstrate"):
+        prepare(RunConfig.model_validate(sections), tmp_path / "run")
+
+
 @pytest.mark.engine
 def test_recall_is_measured_by_the_retrievers(config: RunConfig, tmp_path: Path) -> None:
     workspace = prepare(config, tmp_path)

@@ -152,7 +152,7 @@ class MarkedParser(TurnParser):
         if "<tool_call>" in text:
             self._problem = self._problem or "<tool_call> begins no call"
         calls = () if self._problem else tuple(self._calls)
-        begin = turn.find("<tool_call>", _end_of_thoughts(turn)) if calls else len(turn)
+        begin = _first_call(turn) if calls else len(turn)
         return ParsedTurn(turn[:begin].rstrip(), text, calls, self._problem, is_thinking and not self._problem)
 
     def _note(self, read_on: Callable[[], list[dict[str, Any]]]) -> list[CallRequest]:
@@ -324,6 +324,14 @@ def _end_of_thoughts(text: str) -> int:
             return begin
         position = end + len(END_OF_THOUGHT)
     return position
+
+
+def _first_call(turn: str) -> int:
+    """Return where the first ``<tool_call>`` that is in no thought begins; others may follow, or be an argument."""
+    position = 0
+    while 0 <= (thought := turn.find(THINK, position)) < turn.find("<tool_call>", position):
+        position = max(thought + 1, turn.find(END_OF_THOUGHT, thought))
+    return turn.find("<tool_call>", position)
 
 
 @dataclass(frozen=True, slots=True)

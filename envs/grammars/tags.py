@@ -105,12 +105,11 @@ def open_thought(turn: str) -> str:
     return THINK if turn.startswith(THINK, position) else ""
 
 
-def skip_thoughts(turn: str) -> int:
+def skip_thoughts(turn: str, position: int = 0) -> int:
     """Return where the first ``<search>``, ``<answer>`` or unclosed ``<think>`` begins, else the end of all thoughts.
 
-    ``skip_thoughts("<think> a</think> Riga") == len("<think> a</think>")``
+    ``skip_thoughts("<think> a</think> Riga") == len("<think> a</think>")``; what is before ``position`` does not count.
     """
-    position = 0
     while (opening := _OPENING.search(turn, position)) is not None:
         end = turn.find("</think>", opening.end()) if opening[0] == THINK else -1
         if end < 0:

@@ -252,7 +252,7 @@ _READ_HERE = ("instruction", "input", "output", "messages", "conversations", "sy
 # Each of these reads a text once: a file of other people may have one line of a gigabyte.
 _QUESTION = re.compile(r"Question:[ \t]*+(.+?)(?=\n|</?(?:think|search|information|answer)>|\Z)")
 _FIRST_TAG = re.compile(r"<(?:think|search|answer)>.*", re.DOTALL)
-_END_OF_TURN = re.compile(r"(?<=</search>)|(?<=</answer>)")
+_END_OF_TURN = re.compile("</search>|</answer>")
 
 
 def load_demonstrations(
@@ -318,8 +318,16 @@ def _read(
     if calling:
         return question, calling, None if _called(calling[-1], record.where) else read_answer(calling[-1])
     text = _without_documents(_as_our_tags((earlier[0] if earlier else "") + written, query_format, record.where))
-    turns = tuple(turn.strip() for turn in _END_OF_TURN.split(text)[:-1])
+    turns = tuple(_tagged_turns(text))
     return question, turns, parse_action(turns[-1], query_format) if turns else None
+
+
+def _tagged_turns(text: str) -> Iterator[str]:
+    """Yield the turns of a text, each up to its action; a tag inside a thought is text."""
+    begin, last = 0, text.rfind("</think>")  # behind which no thought is searched for: that would read the text again
+    while (found := _END_OF_TURN.search(text, skip_thoughts(text, begin) if begin < last else begin)) is not None:
+        yield text[begin : found.end()].strip()
+        begin = found.end()
 
 
 def _calling_turns(record: Record) -> tuple[str, ...]:

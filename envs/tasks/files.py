@@ -51,7 +51,7 @@ ANSWER_KEYS = ("golden_answers", "answers", "answer")
 _CATEGORY_KEYS = ("category", "type")
 _NOT_META = {
     *("question", *_ID_KEYS, *ANSWER_KEYS, *_CATEGORY_KEYS, "answer_id", "answer_aliases", "answerable"),
-    *("supporting_ids", "supporting_facts", "paragraphs", "question_decomposition", "evidences"),
+    *("supporting_ids", "supporting_facts", "paragraphs", "question_decomposition", "evidences", "search_rounds"),
     *READ_FIELDS,
     "context",  # the ten paragraphs of HotpotQA and 2Wiki, which would be held and sent with every task
 }

@@ -100,6 +100,9 @@ def plain_fields(fields: dict[str, Any], where: str) -> dict[str, Any]:
         found["golden_answers"] = _from_json(found["golden_answers"], f"{where}: possible_answers")
     if isinstance(found.get("supporting_facts"), str):  # 2Wiki's value, as the hub stores it
         found["supporting_facts"] = _from_json(found["supporting_facts"], f"{where}: supporting_facts")
+    if isinstance(found.get("evidences"), str):  # the same; other files may have a text there
+        with suppress(ValueError, RecursionError):
+            found["evidences"] = json.loads(found["evidences"])
     steps = found.get("question_decomposition")
     if "paragraphs" not in found and "supporting_facts" not in found and isinstance(steps, list):
         held = [step.get("support_paragraph") for step in steps if isinstance(step, dict)]
@@ -421,8 +424,12 @@ def search_rounds(question: str, titles: Sequence[str], fields: Mapping[str, Any
     Args:
         question: its text.
         titles: of the passages that hold the evidence, each once.
-        fields: the record, of which 2Wiki's ``evidences`` and MuSiQue's ``question_decomposition`` are read.
+        fields: the record, of which ``search_rounds``, the rounds themselves, 2Wiki's ``evidences`` and MuSiQue's
+            ``question_decomposition`` are read.
     """
+    given = fields.get("search_rounds")
+    if isinstance(given, list) and given and all(isinstance(one, list) and one for one in given):
+        return tuple(tuple(map(str, one)) for one in given)
     depths = _depths_of_steps(fields.get("question_decomposition")) or depths_of_triples(fields.get("evidences"))
     asked = folded(question)
     is_named = {title: folded(_bare(title)) in asked for title in titles}

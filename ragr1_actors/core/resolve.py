@@ -336,6 +336,11 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# PyYAML reads YAML 1.1, where 1e-3 and 1.5e3 are texts; in YAML 1.2 they are numbers.
+_FLOAT = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z")
+_UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, [*"-+.0123456789"])
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """Return the value of a YAML text, or raise a ``ConfigError`` that begins with ``source``."""
     try:

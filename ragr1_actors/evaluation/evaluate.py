@@ -42,7 +42,7 @@ from ragr1_actors.core.types import Task, Trajectory, TrajectoryGroup
 from ragr1_actors.evaluation.evaluated_policy import EvalRequest, EvaluatedPolicy, open_policy
 from ragr1_actors.planning.fit import changed, check_gpus
 from ragr1_actors.planning.preflight import check_sampler, check_services
-from ragr1_actors.planning.prepare import prepare_index, split_tasks
+from ragr1_actors.planning.prepare import in_turn, prepare_index, split_tasks
 from ragr1_actors.rollout.chat_format import EndpointFormat, chat_format_of
 from ragr1_actors.rollout.engines.base import EngineArguments
 from ragr1_actors.rollout.engines.chat_client import open_models
@@ -205,16 +205,13 @@ class _Pass:
                     append_score(self._out, self.scores[-1])
                 on_task()
 
-        left = self.left
-        if self.concurrency > 1:
-            self.num_failed = fleets.sample_tasks(left, 1, self._temperature, on_group) if left else 0
-            return
-        for number, task in enumerate(left, start=1):
+        parts = [self.left] if self.concurrency > 1 else [[task] for task in self.left]
+        for number, part in enumerate(filter(None, parts), start=1):
             try:
-                fleets.sample_tasks([task], 1, self._temperature, on_group)
-            except FleetError:  # of this task; it is raised below if there is no other
-                self.num_failed += 1
-                if number == len(left) and not self.scores:
+                self.num_failed += fleets.sample_tasks(part, 1, self._temperature, on_group)
+            except FleetError:  # of all tasks of this part; it is raised if no other has an answer
+                self.num_failed += len(part)
+                if number == len(parts) and not self.scores:
                     raise
 
 
@@ -330,7 +327,7 @@ def evaluation_tasks(
             "fewer, or name a file with --tasks"
         )
     _, held_out, _ = split_tasks(run, max(count, num_held_out))
-    return held_out[:count]
+    return in_turn(held_out)[:count]
 
 
 def own_measures(settings: EnvironmentSettings) -> tuple[str, ...]:

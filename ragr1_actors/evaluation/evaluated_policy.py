@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.storage import is_uri
-from envs.base import search_options
+from envs.base import read_options, search_options
+from envs.options import SearchOptions
 from envs.tasks.paths import NamedTasks
 from ragr1_actors.core.config import EncoderActors, EndpointSettings, RunConfig, SamplerConfig
 from ragr1_actors.core.disk.files import INDEX
@@ -91,7 +92,7 @@ class EvaluatedPolicy:
     config: SamplerConfig
     """Configuration with which it acts, in this process."""
     run: RunConfig
-    """Settings of the run or recipe; they name its held-out tasks and its training tasks."""
+    """Settings of the run or recipe; they name its held-out tasks and its training tasks, which its own seed drew."""
     store: RunStore | None
     """Store of the run; None without a run."""
     method: str
@@ -126,7 +127,11 @@ class EvaluatedPolicy:
         shaping["environment"] = {key: value for key, value in environment.items() if key not in _NOT_IN_DIGEST}
         if (chat_format := sections["policy"]["chat_format"]) != "auto":  # whose digest is as in the last release
             shaping["policy"]["chat_format"] = chat_format
+        if template := sections["policy"]["template_options"]:
+            shaping["policy"]["template_options"] = template
         shaping["options"] = sections["env_runners"]["engine_options"]
+        if not isinstance(read_options(self.config.environment), SearchOptions) and sections["environment"]["options"]:
+            shaping["own_options"] = sections["environment"]["options"]
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -138,7 +143,8 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
             has no effect.
     """
     store, folder = _find(request)
-    run = resolve(override(_sections(request, store), request.overrides))
+    sections = _sections(request, store)
+    run, own_seed = resolve(override(sections, request.overrides)), resolve(sections).debugging.seed
     changes = _changes(request, run)
     searches_index = request.index is not None or (store is not None and needs_index(run.retrieval.type))
     _check_overrides(request, run, changes | {"policy": {"model": folder}}, searches_index)
@@ -160,7 +166,8 @@ def open_policy(request: EvalRequest) -> EvaluatedPolicy:
     name = f"{endpoint.model} at {endpoint.url}" if endpoint else folder
     temperature = run.env_runners.temperature if "env_runners.temperature" in _named(request) else 0.0
     config = sampler_config(run, **changes)
-    return EvaluatedPolicy(name, folder, config, run, store, request.baseline or "search", temperature)
+    split = run.model_copy(update={"debugging": run.debugging.model_copy(update={"seed": own_seed})})
+    return EvaluatedPolicy(name, folder, config, split, store, request.baseline or "search", temperature)
 
 
 def _find(request: EvalRequest) -> tuple[RunStore | None, str]:
@@ -249,6 +256,8 @@ def _check_overrides(
     named = _named(request)
     for name in named - {"env_runners.engine_options"}:
         section, _, key = name.partition(".")
+        if section == "evaluation":
+            raise ConfigError(f"got {name}, which is the run's; take --num-tasks")
         if section in _OF_TRAINING or name.startswith("retrieval.encoders"):
             raise ConfigError(f"got {name}, which has no effect on an evaluation; leave it out")
         if section == "environment" or key not in changes.get(section, {}):

@@ -224,8 +224,10 @@ def _class(num_correct: int | None, settings: SelectionArguments) -> str:
 
 
 def _record(task: Task, num_correct: int, num_samples: int, before: str) -> dict[str, Any]:
-    known = {"category": task.category, "supporting_ids": list(task.supporting_ids)}
+    rounds = [list(asked) for asked in task.plan]
+    known = {"category": task.category, "supporting_ids": list(task.supporting_ids), "search_rounds": rounds}
     return {
+        **task.meta,
         "id": task.task_id.removeprefix(before),
         "question": task.question,
         "golden_answers": list(task.golden_answers),

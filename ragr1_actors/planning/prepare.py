@@ -105,6 +105,11 @@ def prepare(config: RunConfig, run_dir: Path) -> PreparedRun:
                 "evaluation questions; name another file"
             )
         notes += (f"{teacher.report()}; {len(written) - len(demonstrated):,} of evaluation questions left out",)
+    if config.sft.num_steps and not demonstrated:
+        raise DataError(
+            f"sft.num_steps: got {config.sft.num_steps}, and {shown_names(environment.tasks)} has no training task to "
+            "demonstrate; name one in environment.tasks, or a file in sft.demonstrations, or set sft.num_steps to 0"
+        )
     index_notes: list[str] = []
     index_dir = prepare_index(config, run_dir, index_notes.append)
     notes += tuple(index_notes)
