@@ -310,6 +310,8 @@ def check_uri(uri: str) -> None:
         raise ConfigError(f"got a URI that cannot be read ({error}); {_EXPECTED}") from None
     if re.search(r"\s", uri):
         raise ConfigError(f"{without_secrets(uri)!r} has white space; {_EXPECTED}")
+    if parts.fragment:
+        raise ConfigError(f"{without_secrets(uri)!r} has a #, behind which a URI names no place; write %23")
     if uri.startswith("s3://"):
         if not parts.hostname:
             raise ConfigError(f"{without_secrets(uri)} names no bucket; {_EXPECTED}")

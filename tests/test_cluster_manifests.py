@@ -189,6 +189,8 @@ def test_the_image_has_the_packages_and_no_root() -> None:
     copied = {rest.split()[-2] for name, _, rest in instructions if name == "COPY"}
     assert {"ragr1_actors", "envs", "learners", "retrieval", "cluster"} <= copied
     assert any("[gpu]" in rest for name, _, rest in instructions if name == "RUN")
+    (profile,) = [rest for name, _, rest in instructions if name == "RUN" and "/etc/profile.d/" in rest]
+    assert profile.split("'")[1] == "export PATH=/opt/ragr1/bin:$PATH"  # of login shells, as the launcher's are
     extras = [each for each in requires("ragr1-actors") or () if "extra == 'gpu'" in each.replace('"', "'")]
     assert any(each.startswith("vllm") for each in extras)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from ragr1_actors.planning.tiny_policy import make_tiny_policy
 from ragr1_actors.rollout.engines.base import PolicyTokenizer, ScriptedEngine
 from ragr1_actors.rollout.env_runner import EnvRunner
 from ragr1_actors.rollout.groups import GroupRequest, summarize
-from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
+from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerActor, EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
@@ -51,20 +51,37 @@ async def test_a_group_that_ends_its_runners_has_failed(
     ray_local: ModuleType, policy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet = EnvRunnerGroup(make_config(num_env_runners=0), policy_dir, OnePassage())
-    urgent: list[bool] = []
+    urgent: list[tuple[bool, int]] = []
 
     async def died(request: GroupRequest, *, is_urgent: bool) -> None:
-        urgent.append(is_urgent)
+        urgent.append((is_urgent, request.num_deaths))
 
     monkeypatch.setattr(fleet, "_local", None)
     monkeypatch.setattr(fleet, "_sample_there", died)
     found = await fleet.sample(GroupRequest("t#1", Task("t", "?", ("a",)), 2))
-    assert urgent == [False, True, True]  # a group that was lost goes before the others
+    assert urgent == [(False, 0), (True, 1), (True, 2)]  # a group that was lost goes before the others
     assert (found.summary.num_failed, found.summary.rewards) == (2, ())
-    assert found.summary.stop_reasons == (StopReason.ENGINE_ERROR,) * 2
-    assert set(found.summary.errors) == {"the env runners that sampled it died, 3 times in a row"}
+    assert found.summary.stop_reasons == (StopReason.ENV_ERROR,) * 2  # a fault of the task: it goes into quarantine
+    assert set(found.summary.errors) == {"3 env runners died of it in a row, the last one with no other group"}
     (group,) = groups_from_record_batch(found.batch)
     assert [one.trajectory_id for one in group.trajectories] == ["t#1/0", "t#1/1"]
+
+
+async def test_a_runner_gets_one_update_of_its_weights_at_a_time() -> None:
+    under_way, versions = list[int](), list[int]()
+
+    class Engine:
+        async def update_weights(self, weights: object, version: int) -> None:
+            under_way.append(version)
+            await asyncio.sleep(0.01)
+            assert under_way == [version], "the other one has not ended"
+            under_way.remove(version)
+            versions.append(version)
+
+    actor = EnvRunnerActor.__new__(EnvRunnerActor)
+    actor._loaded, actor._updating = SimpleNamespace(engine=Engine()), asyncio.Lock()  # type: ignore[assignment]
+    await asyncio.gather(actor.catch_up({}, 1), actor.call_engine("update_weights", {}, 2))
+    assert versions == [1, 2]
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 from fleet_world import request
@@ -53,6 +54,33 @@ def test_an_urgent_request_comes_first_and_a_cancelled_one_never(loop: DriverLoo
     loop.run(asyncio.sleep(0))
     assert world.calls == [(2, "a"), (1, "a")]
     assert second.result() == "a"
+
+
+def test_a_request_whose_runners_died_shares_a_runner_with_fewer_and_then_with_none(loop: DriverLoop) -> None:
+    calls: list[tuple[str, str]] = []
+    queue: RequestQueue[str, None]
+
+    def call(asked: GroupRequest, runner: str) -> None:
+        queue.begin(runner, queue.size(asked))
+        calls.append((asked.task.task_id.removeprefix("t/"), runner))
+
+    queue = RequestQueue[str, None](lambda: ["a"], call, 32, lambda: 0.0, nullcontext())
+    for number, num_deaths in enumerate([0, 1, *[1] * 8, 2, 0]):
+        loop.begin(queue.place(replace(request(number), num_deaths=num_deaths)))
+    loop.run(asyncio.sleep(0))
+    # two trajectories, then seven groups that count as four each
+    assert [name for name, _ in calls] == [str(number) for number in range(8)]
+    queue.end("a", 2)
+    for _ in range(8):  # the ninth, the tenth, then the one that died twice, once the runner is empty
+        queue.end("a", 4)
+        queue.dispatch()
+    assert [name for name, _ in calls[8:]] == ["8", "9"]
+    queue.end("a", 4)
+    queue.dispatch()
+    assert calls[-1] == ("10", "a") and queue.num_in_flight == {"a": 32}
+    queue.end("a", 32)
+    queue.dispatch()
+    assert calls[-1] == ("11", "a")
 
 
 def test_what_is_held_waits(loop: DriverLoop) -> None:

@@ -263,6 +263,26 @@ def test_a_runner_that_refuses_a_part_gets_the_version_through_the_object_store(
     assert (transport.num_fallbacks, setup.fleet.num_healthy) == (1, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_runner_that_refuses_weights_of_the_object_store_loads_again(setup: Setup) -> None:
+    wait_until_healed(setup.fleet)
+    before = pids(setup.fleet)
+
+    def refuse(runner: EnvRunner) -> None:
+        async def refusing(*weights: Any) -> None:
+            raise TransferError("no room for it")
+
+        runner.engine.update_weights = refusing  # type: ignore[method-assign]
+
+    apply_to_the_first(setup.fleet, refuse)
+    move(setup.learners, 2)
+    setup.fleet.update_weights(setup.learners.get_weights(), 2)
+    wait_until_healed(setup.fleet)
+    setup.assert_all_have(2)
+    assert len(set(before) & set(pids(setup.fleet))) == len(before) - 1
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_learner_ranks_that_share_the_parameters_out_send_them_together(setup: Setup) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ray.exceptions import ObjectLostError
 
 from envs.tasks.curriculum import Shuffle
 from ragr1_actors.core.config import RunConfig
@@ -14,6 +16,7 @@ from ragr1_actors.runs.checkpoint import STATE_FILE, RunState, TaskLedgerState
 from ragr1_actors.runs.run_directory import (
     change_learners,
     create_run_directory,
+    fetch_batches,
     find_checkpoint,
     run_of_policy,
     start_again,
@@ -131,3 +134,16 @@ def test_a_run_that_began_with_the_policy_of_another_goes_on_by_the_same_words(r
     for model in (tmp_path / "other", run / "checkpoints" / "step_30" / "policy", "tiny"):
         with pytest.raises(ConfigError, match=r"holds a run with another policy\.model; give the recipe and overrides"):
             start_again(place, stored, beginning_with(model))
+
+
+def test_what_a_lost_node_held_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def get(asked: str | list[str]) -> Any:
+        if "lost" in asked:
+            raise ObjectLostError("00", None, "")
+        return [f"batch of {one}" for one in asked] if isinstance(asked, list) else f"batch of {asked}"
+
+    monkeypatch.setattr("ray.get", get)
+    assert fetch_batches(["a", "b"]) == ["batch of a", "batch of b"]  # type: ignore[list-item]
+    assert fetch_batches(["a", "lost", "b"]) == ["batch of a", "batch of b"]  # type: ignore[list-item]
+    assert "a lost node held trajectories" in caplog.text
+    assert fetch_batches(["lost"]) == []  # type: ignore[list-item]

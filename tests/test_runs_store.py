@@ -8,6 +8,8 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from ragr1_actors.runs.run_directory import (
     removed_if_unused,
     steps_in_sft,
 )
-from ragr1_actors.runs.storage.store import RunStore, find_store, split_checkpoint
+from ragr1_actors.runs.storage.store import RunStore, _place, find_store, split_checkpoint
 from ragr1_actors.runs.storage.uploads import LEASE_FILE, Lease, Uploads
 from ragr1_actors.runs.telemetry.metrics import MetricsLogger, read_metrics
 from ragr1_actors.training.training_run import TrainingRun
@@ -335,6 +337,66 @@ def test_a_run_that_another_machine_works_in_is_refused(uri: str, monkeypatch: p
     with RunStore(uri):  # it was given back
         pass
     assert LEASE_FILE not in Storage(uri).names()
+
+
+def test_a_lease_is_renewed_during_a_long_upload(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.02)
+    began, was_renewed, upload = threading.Event(), list[bool](), Storage.upload
+
+    def slow(self: Storage, name: str, path: Path) -> None:
+        if not began.is_set():
+            began.set()
+            before = Storage(uri).read(LEASE_FILE)
+            was_renewed.append(wait_for(lambda: Storage(uri).read(LEASE_FILE) != before, 20))
+        upload(self, name, path)
+
+    monkeypatch.setattr(Storage, "upload", slow)
+    with RunStore(uri) as store:
+        (store.path / "metrics.jsonl").write_text("one\n")
+        assert began.wait(20)
+        wait_for_content(Storage(uri), "metrics.jsonl", b"one\n")
+    assert was_renewed == [True]
+
+
+def test_a_run_that_another_machine_has_taken_ends(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.02)
+    theirs = b'{"machine": "elsewhere 1", "renewals": 7}'
+    taken = pytest.raises(UserError, match=r"a process on elsewhere has taken .* meanwhile")
+    with taken, RunStore(uri) as store:
+        Storage(uri).write(LEASE_FILE, theirs)
+        while True:  # a checkpoint, until the lease was looked at
+            store.upload()
+            time.sleep(0.01)
+    assert Storage(uri).read(LEASE_FILE) == theirs
+
+
+def test_one_place_has_one_lock_however_its_uri_is_written(tmp_path: Path) -> None:
+    first = f"file://{tmp_path}/run"
+    others = [f"file://{tmp_path}//run", f"{first}/", f"file://{tmp_path}/./run"]
+    with RunStore(first).held():
+        for other in others:
+            with pytest.raises(RunDirectoryError, match="another process works in"), RunStore(other).held():
+                pass
+        with RunStore(f"{first}2").held():
+            pass
+    assert _place("s3://K:S@b/a/r?region=eu") == _place("s3://b//a/r") != _place("s3://b/a/r?endpoint_override=host")
+
+
+def test_a_folder_that_vanishes_is_passed_over(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = os.scandir
+
+    def vanishing(path: str) -> Any:
+        if Path(path).name == "wandb":
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    with RunStore(uri) as store:
+        (store.path / "wandb").mkdir()
+        (store.path / "metrics.jsonl").write_text("one\n")
+        monkeypatch.setattr(os, "scandir", vanishing)
+        store.upload()
+        monkeypatch.undo()
+    assert Storage(uri).read("metrics.jsonl") == b"one\n"
 
 
 @pytest.mark.parametrize("content", [b'{"machine": "elsewhere 1", "renewals": 1}', b'{"mach', b""])

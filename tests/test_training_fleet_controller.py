@@ -6,11 +6,13 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from small_world import invoke, make_files, make_recipe, started, wait_for
 
+from cluster.autoscaler import FleetState
+from ragr1_actors.cli.chaos import give_order
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.planning.preflight import check_names
 from ragr1_actors.runs.report import read_report
@@ -24,9 +26,11 @@ from ragr1_actors.runs.run_directory import (
     write_answer,
     write_order,
 )
-from ragr1_actors.runs.storage.store import find_store
+from ragr1_actors.runs.storage.store import RunStore, find_store
 from ragr1_actors.runs.telemetry.metrics import DECISIONS, read_events, read_metrics
+from ragr1_actors.training import fleet_controller
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
+from ragr1_actors.training.fleet_controller import Controlled, FleetController, FleetSizes, LearnerClock
 
 TIMEOUT_S = 300.0
 AUTOSCALING = "{max_replicas: 2, upscale_delay_s: 0, look_back_period_s: 2, target_ongoing_requests: 1, "
@@ -111,6 +115,55 @@ def test_a_run_that_does_not_answer_gets_its_order_withdrawn(tmp_path: Path) -> 
     assert "no answer from the run in" in said
     assert "is withdrawn" in said
     assert read_order(find_store(tmp_path / "run")) is None
+
+
+class Group:
+    actors: ClassVar = ["an actor"]
+
+    def __init__(self) -> None:
+        self.size = 1
+
+    def scale_to(self, size: int) -> None:
+        self.size = size
+
+    def state(self) -> FleetState:
+        return FleetState(0.0, self.size)
+
+
+def controller_over(store: RunStore) -> FleetController:
+    """The controller of one process of a run, whose fleets are not there."""
+    made = FleetController.__new__(FleetController)
+    made._store, made._refusals, made._order_id, made._ordered_at = store, {}, "", 0.0
+    made._learner_actors = lambda: ["rank 0"]
+    fleets: Any = [Controlled(name, f"{name}/", Group(), 1, None) for name in ("runners", "retrievers")]  # type: ignore[type-var]
+    FleetSizes.__init__(made, fleets, LearnerClock(), lambda: 0.0)
+    return made
+
+
+def test_a_resumed_run_takes_all_sizes_and_no_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run_directory(AlgorithmConfig().freeze(), tmp_path / "run")
+    store, killed = find_store(tmp_path / "run"), list[str]()
+    monkeypatch.setattr(fleet_controller, "kill", lambda actor, restarts: killed.append(actor))
+    first, stop = controller_over(store), threading.Event()
+
+    def look() -> None:
+        while not stop.wait(0.01):
+            first._take_order()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    orders: list[dict[str, Any]] = [{"sizes": {"runners": 4}}, {"kill": "learners"}, {"sizes": {"retrievers": 2}}]
+    for order in orders:
+        assert not give_order(store, order, 30).is_refused
+    stop.set()
+    looking.join()
+    resumed = controller_over(store)
+    resumed._take_order()
+    assert {name: one.num_replicas for name, one in resumed._fleets.items()} == {"runners": 4, "retrievers": 2}
+    write_order(store, ScaleOrder(order_id="old", kill="learners"))  # of a shell that was closed before the answer came
+    write_answer(store, ScaleAnswer(order_id="old", message="killed"))
+    controller_over(store)._take_order()
+    assert killed == ["rank 0"]
 
 
 def test_the_order_of_another_person_is_kept(tmp_path: Path) -> None:

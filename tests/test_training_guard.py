@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,21 @@ def test_a_resumed_run_has_the_same_alarms(entropies: list[float], resumed_at: i
         metrics = {"learner/entropy": entropy}
         assert parts.observe(iteration, metrics) == whole.observe(iteration, metrics)
     assert parts.state == whole.state
+
+
+def test_an_alarm_of_the_last_iteration_is_answered_by_a_run_that_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    alarm = Alarm("entropy", "learner/entropy", 10, 0.9, 0.2, 0.1, "roll_back")
+    run = TrainingRun.__new__(TrainingRun)
+    run._config = AlgorithmConfig().training(num_iterations=10).freeze()
+    made: list[str] = []
+    for name in ("_reinforce", "_evaluate", "_save"):
+        monkeypatch.setattr(run, name, lambda *given, name=name: made.append(name), raising=False)
+    monkeypatch.setattr(run, "_has_stage", lambda name: True, raising=False)
+    for unanswered, expected in (([], []), ([alarm], ["_reinforce"])):
+        made.clear()
+        run._guard = Guard(run._config.training.guard, GuardState(unanswered=unanswered, alarms=unanswered))
+        run._run_stages(SimpleNamespace(iteration=10), SimpleNamespace())  # type: ignore[arg-type]
+        assert made == [*expected, "_evaluate", "_save"]
 
 
 def test_a_roll_back_goes_on_with_the_history_of_the_checkpoint() -> None:

@@ -64,12 +64,24 @@ def check_under_way(store: RunStore) -> RunConfig:
 def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> ScaleAnswer:
     """Give a live run an order, a ``ScaleOrder`` without its id, and return the answer.
 
+    Sizes of earlier orders stay, for a run that is continued; a kill is carried out once.
+
     Raises:
         UserError: the run does not answer in time; the order is then withdrawn.
     """
-    from ragr1_actors.runs.run_directory import ScaleOrder, read_answer, withdraw_order, write_order
+    from ragr1_actors.runs.run_directory import (
+        ScaleOrder,
+        order_in_force,
+        read_answer,
+        read_order,
+        withdraw_order,
+        write_order,
+    )
 
+    before = order_in_force(store)
     order = ScaleOrder.model_validate({"order_id": secrets.token_hex(8), **content})
+    if before is not None and order.sizes:
+        order = order.model_copy(update={"sizes": before.sizes | order.sizes})
     write_order(store, order)
     deadline = time.monotonic() + timeout_s
     try:
@@ -83,6 +95,9 @@ def give_order(store: RunStore, content: dict[str, Any], timeout_s: float) -> Sc
     except BaseException:  # Ctrl-C too
         withdraw_order(store, order.order_id)
         raise
+    finally:
+        if before is not None and (order.kill is not None or read_order(store) is None):
+            write_order(store, before)
     return answer
 
 

@@ -58,6 +58,8 @@ class GroupRequest:
     """Number of attempts with a failure of the data."""
     num_outages: int = 0
     """Number of attempts with a failure of the infrastructure only."""
+    num_deaths: int = 0
+    """Number of runners in a row that died while they sampled this attempt."""
     policy_version: int = 0
     """Newest version when the group was asked for; no token of it is sampled with an older one."""
     context: RewardContext = field(default_factory=lambda: RewardContext("eval"))
@@ -110,7 +112,7 @@ class FinishedGroup:
 
 
 def failed_group(request: GroupRequest, error: str) -> TrajectoryGroup:
-    """Return the group of a request whose engine failed before it sampled anything."""
+    """Return the group of a request that ended its runners, the last one alone; the fault is taken for the task's."""
     no_tokens = np.zeros(0, np.int32)
     failed = [
         Trajectory(
@@ -121,7 +123,7 @@ def failed_group(request: GroupRequest, error: str) -> TrajectoryGroup:
             logprobs=no_tokens.astype(np.float32),
             policy_versions=no_tokens,
             turns=(),
-            stop_reason=StopReason.ENGINE_ERROR,
+            stop_reason=StopReason.ENV_ERROR,
             reward=0.0,
             error=error,
         )
@@ -145,7 +147,8 @@ def summarize(group: TrajectoryGroup) -> GroupSummary:
             **trajectory.metrics,
         }
         totals.update(values)
-    versions = [int(v) for t in kept for v in t.policy_versions[t.kinds == TokenKind.MODEL][:1]]
+    sampled = (t.policy_versions[t.kinds == TokenKind.MODEL] for t in kept)  # an agent's rows are in no order
+    versions = [int(found.min()) for found in sampled if found.size]
     return GroupSummary(
         rewards=tuple(t.reward for t in kept),
         num_failed=len(group.trajectories) - len(kept),
@@ -372,6 +375,14 @@ class RequestQueue(Generic[R, C]):
         self.dispatch()
         return await called
 
+    def size(self, request: GroupRequest) -> int:
+        """Return the trajectories as which a request counts; one whose runners died shares a runner with fewer.
+
+        So what ended them is found: after the first death at most seven other groups are beside it, then none.
+        """
+        share = (0, self._max_in_flight // 8, self._max_in_flight)[min(2, request.num_deaths)]
+        return max(request.num_trajectories, share)
+
     def dispatch(self) -> None:
         """Call runners that have room."""
         with self._lock:
@@ -380,10 +391,15 @@ class RequestQueue(Generic[R, C]):
                     self._waiting.popleft()
                     continue
                 runner = min(self._ready(), key=self.num_in_flight.__getitem__, default=None)
-                if runner is None or self.num_in_flight[runner] >= self._max_in_flight:
+                if runner is None or not self._has_room(self._waiting[0][0], self.num_in_flight[runner]):
                     return
                 request, called = self._waiting.popleft()
                 called.set_result(self._call(request, runner))
+
+    def _has_room(self, request: GroupRequest, taken: int) -> bool:
+        if request.num_deaths and taken:
+            return taken + self.size(request) <= self._max_in_flight
+        return taken < self._max_in_flight
 
     def begin(self, runner: R, num_trajectories: int) -> None:
         """Count a group that a runner was given."""

@@ -9,6 +9,7 @@ whole: ``scale.json`` holds the newest order, and ``scaled.json`` the answer to 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import secrets
@@ -51,6 +52,7 @@ from ragr1_actors.runs.telemetry.metrics import METRICS_FILE
 if TYPE_CHECKING:
     import ray
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=BaseModel)
 MAX_REPLICAS = 10_000
 _ORDER_FILE, _ANSWER_FILE = "scale.json", "scaled.json"
@@ -419,12 +421,21 @@ def keep_trajectories(
 
 
 def fetch_batches(batches: Sequence[pa.RecordBatch | ray.ObjectRef[pa.RecordBatch]]) -> list[pa.RecordBatch]:
-    """Return record batches; if they are given as references, fetch all."""
+    """Return record batches; if they are given as references, fetch all but those that a node took with it."""
     if not batches or isinstance(batches[0], pa.RecordBatch):  # sampled in the driver
         return list(batches)
     import ray
+    from ray.exceptions import ObjectLostError
 
-    return ray.get(list(batches))  # of calls that have ended: no actor is waited for
+    try:
+        return ray.get(list(batches))  # of calls that have ended: no actor is waited for
+    except ObjectLostError as error:
+        logger.warning("a lost node held trajectories that are not written: %s", one_line(error))
+    here = []
+    for batch in batches:
+        with suppress(ObjectLostError):
+            here.append(ray.get(batch))
+    return here
 
 
 def _is_complete(sections: object) -> bool:
@@ -541,6 +552,17 @@ def read_order(store: RunStore) -> ScaleOrder | None:
         UserError: the store cannot be reached.
     """
     return _read(ScaleOrder, store, _ORDER_FILE)
+
+
+def order_in_force(store: RunStore) -> ScaleOrder | None:
+    """Return the newest order if it has sizes that were not refused, which the run takes when it is continued."""
+    try:
+        order, answer = read_order(store), read_answer(store)
+    except DataError:  # it is replaced
+        return None
+    if order is None or not order.sizes:
+        return None
+    return None if answer is not None and answer.order_id == order.order_id and answer.is_refused else order
 
 
 def withdraw_order(store: RunStore, order_id: str) -> None:

@@ -560,6 +560,6 @@ def _examples(groups: Sequence[FinishedGroup]) -> Examples:
     for group in groups:
         name = "right" if group.summary.means.get("em") else "wrong"
         if name not in found and not group.summary.num_failed:
-            (sampled,) = groups_from_record_batch(*fetch_batches([group.batch]))
-            found[name] = as_markdown(sampled.trajectories[0])
+            for batch in fetch_batches([group.batch]):
+                found[name] = as_markdown(groups_from_record_batch(batch)[0].trajectories[0])
     return found

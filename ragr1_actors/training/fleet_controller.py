@@ -28,7 +28,7 @@ from ragr1_actors.core.errors import UserError
 from ragr1_actors.core.weight_transport import choose_transport
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets
-from ragr1_actors.runs.run_directory import ScaleAnswer, ScaleOrder, read_order, write_answer
+from ragr1_actors.runs.run_directory import ScaleAnswer, ScaleOrder, read_answer, read_order, write_answer
 from ragr1_actors.runs.storage.store import RunStore
 from ragr1_actors.runs.telemetry.events import FleetName, ScalingDecision
 from retrieval.replicas.replica_set import ReplicaSet
@@ -272,6 +272,9 @@ class FleetController(FleetSizes[EnvRunnerGroup | ReplicaSet]):
             if order is None or order.order_id == self._order_id:
                 return
             self._order_id = order.order_id
+            answer = read_answer(self._store)
+            if order.kill is not None and answer is not None and answer.order_id == order.order_id:
+                return  # an earlier process of the run has killed
             write_answer(self._store, self._obey(order))
         except (UserError, OSError) as error:  # of a person's file, or of the storage: the run continues
             logger.warning("an order of ragr1 scale is left out: %s", error)

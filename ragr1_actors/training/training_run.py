@@ -263,7 +263,7 @@ class TrainingRun:
                 self._console.print(f"decisions demonstrated: {decisions}")
             score = self._evaluate(algorithm, logger, "sft")
             self._save(algorithm, score, wait=False)
-        if algorithm.iteration < config.training.num_iterations:
+        if algorithm.iteration < config.training.num_iterations or self._guard.state.unanswered:
             self._reinforce(algorithm, logger)
         score = self._evaluate(algorithm, logger, "rl")
         self._save(algorithm, score)

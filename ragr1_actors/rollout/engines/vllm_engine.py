@@ -246,7 +246,7 @@ class VLLMEngine:
         """
         with _alive("before a check"):
             await self.llm.check_health()
-        if not self._num_requests:
+        if not self._num_requests and not self._sleeps and self._paused_at is None:
             prompt = list(self._tokenizer.eos_token_ids)[:1]
             warm_up = asyncio.ensure_future(self.generate(prompt, Sampling(1, temperature=0.0), request_id="warm-up"))
             try:

@@ -32,7 +32,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, NoReturn, TypeVar
@@ -49,7 +49,7 @@ from cluster.supervision.fleet import Fleet, Member, MemberId, MemberState, Proc
 from cluster.supervision.watchdog import beating
 from ragr1_actors.core.config import SamplerConfig
 from ragr1_actors.core.disk.folders import AnyFolder
-from ragr1_actors.core.errors import EngineDeadError, FleetError, RagR1Error
+from ragr1_actors.core.errors import EngineDeadError, FleetError, RagR1Error, TransferError
 from ragr1_actors.core.process.driver_loop import DriverLoop
 from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.weight_transport import choose_transport
@@ -73,7 +73,7 @@ _HEDGE_AFTER_S = 5.0
 MAX_HANGS = 3
 """Limit of hangs in a row, without a finished group in between; then the runner is lost, as its work takes too long."""
 _MAX_DEATHS = 3
-"""Limit of deaths in a row of the runners of one group; then the group has failed, as it may be what ends them."""
+"""Limit of deaths in a row of the runners of one group; then the group has failed, as it is what ends them."""
 RESTART_TIMEOUT_S = 300.0
 """Seconds for which the fleet waits for a runner to come back if none is healthy."""
 _FIRST_BEAT_S = 2.0
@@ -95,6 +95,7 @@ class EnvRunnerActor:
 
         torch.set_num_threads(num_threads)
         self._load = partial(EnvRunner.load, config, policy, retriever, version, beating)
+        self._updating = asyncio.Lock()
         waits = choose_transport(config) == "ipc" and ray.get_runtime_context().was_current_actor_reconstructed
         with beating():
             self._loaded: EnvRunner | None = None if waits else self._load()
@@ -132,8 +133,10 @@ class EnvRunnerActor:
 
     async def call_engine(self, method: str, *arguments: Any) -> None:
         """Call a method of the engine for weights or memory: see ``ReceivingEngine`` and ``ColocatedEngine``."""
-        with beating(_FIRST_BEAT_S):  # an engine may copy all weights at once
-            await _or_exit(getattr(self._runner.engine, method)(*arguments))
+        # one after the other: a runner that catches up may be sent the next version meanwhile
+        async with self._updating:
+            with beating(_FIRST_BEAT_S):  # an engine may copy all weights at once
+                await _or_exit(getattr(self._runner.engine, method)(*arguments))
 
     async def apply(self, func: Callable[[EnvRunner], Any]) -> Any:
         """Return ``func(runner)``; see ``EnvRunnerGroup.foreach_env_runner``."""
@@ -295,7 +298,7 @@ class EnvRunnerGroup:
     async def sample(self, request: GroupRequest, *, is_urgent: bool = False) -> FinishedGroup:
         """Sample a group; an urgent one goes before those that wait for a runner.
 
-        A group whose runners died ``_MAX_DEATHS`` times is returned as failed: it may be what ends them.
+        A group whose runners died ``_MAX_DEATHS`` times, the last one with no other group, is returned as failed.
 
         Raises:
             FleetError: no runner is left and none comes back; the message has the last one's reason.
@@ -304,10 +307,11 @@ class EnvRunnerGroup:
         if self._local is not None:
             return await self._sample_here(self._local, request)
         for num_deaths in range(_MAX_DEATHS):
-            finished = await self._sample_there(request, is_urgent=is_urgent or num_deaths > 0)
+            asked = replace(request, num_deaths=num_deaths)
+            finished = await self._sample_there(asked, is_urgent=is_urgent or num_deaths > 0)
             if finished is not None:
-                return finished
-        lost = failed_group(request, f"the env runners that sampled it died, {_MAX_DEATHS} times in a row")
+                return replace(finished, request=request)
+        lost = failed_group(request, f"{_MAX_DEATHS} env runners died of it in a row, the last one with no other group")
         return FinishedGroup(request, summarize(lost), groups_to_record_batch([lost]))
 
     async def _sample_here(self, runner: EnvRunner, request: GroupRequest) -> FinishedGroup:
@@ -322,7 +326,7 @@ class EnvRunnerGroup:
         """Return a group from a runner, or from a second one if the first takes long; None if all that had it died."""
         first = await self._queue.place(request, is_urgent=is_urgent)
         calls = {first.ended: first}
-        may_hedge = self._fault_tolerance.hedge_factor > 0
+        may_hedge = self._fault_tolerance.hedge_factor > 0 and not request.num_deaths  # it may end a second one
         next_look_at = first.sent_at + _HEDGE_AFTER_S
         while calls:
             timeout_s = max(0.0, next_look_at - time.monotonic()) if may_hedge else None
@@ -347,7 +351,7 @@ class EnvRunnerGroup:
     def _send(self, request: GroupRequest, runner: Member[Pulse]) -> _Call:
         runner_id, process = runner.id, runner.pulses[0].process
         summary, batch = runner.actors[0].sample_group.options(num_returns=2).remote(request)
-        self._queue.begin(runner, request.num_trajectories)
+        self._queue.begin(runner, self._queue.size(request))
         call = _Call(request, runner, runner_id, process, summary, batch)
         call.ended = self._open_task(self._summary_of(call))
         return call
@@ -376,7 +380,7 @@ class EnvRunnerGroup:
                 raise error.cause from None
             raise FleetError(f"an env runner failed on {call.request.issue_id}: {last_line(error)}") from error
         finally:
-            self._queue.end(call.runner, call.request.num_trajectories)
+            self._queue.end(call.runner, self._queue.size(call.request))
             self._end_drained()
             self._queue.dispatch()
         return summary
@@ -513,11 +517,12 @@ class EnvRunnerGroup:
         calls = {r.actors[0].call_engine.remote(method, *arguments): (r.name, r.id, r.actors[0]) for r in chosen}
         for call, error in wait_or_kill({call: actor for call, (*_, actor) in calls.items()}, START_TIMEOUT_S):
             name, runner_id, _ = calls[call]
-            if isinstance(error, RayTaskError):
+            is_raised = isinstance(error, RayTaskError) and not isinstance(error.cause, TransferError)
+            if isinstance(error, RayTaskError) and is_raised:
                 if isinstance(error.cause, RagR1Error):
                     raise error.cause from None
                 raise FleetError(f"{name} failed in {method}: {last_line(error)}") from error
-            if error is not None:
+            if error is not None:  # one that refuses the weights loads again, too
                 self.fleet.note_failure(runner_id, error)
 
     def hold(self, *, is_held: bool) -> None:

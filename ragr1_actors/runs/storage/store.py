@@ -25,6 +25,7 @@ import atexit
 import hashlib
 import logging
 import os
+import posixpath
 import re
 import shutil
 from collections.abc import Callable, Collection
@@ -32,7 +33,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from cluster.node_cache import NodeCache
 from cluster.session import leftovers
@@ -216,8 +217,16 @@ class RunStore:
         taken = RunDirectoryError(f"another process works in {self}; wait until it ends, or choose another --run-dir")
         if self.remote is None:
             return held_alone(self.path.resolve(), taken, is_folder=True)
-        name = f"run_{hashlib.sha256(str(self).encode()).hexdigest()}"
+        name = f"run_{hashlib.sha256(_place(str(self)).encode()).hexdigest()}"
         return held_alone(NodeCache.of_this_node().lock_path(name), taken)
+
+
+def _place(uri: str) -> str:
+    """Return the place that a URI names, however it is written: without ``//`` and parameters but for the server."""
+    parts = urlsplit(uri)
+    servers = parse_qs(parts.query).get("endpoint_override", [])
+    path = posixpath.normpath("/" + unquote(parts.path).lstrip("/"))
+    return " ".join([parts.scheme, parts.hostname or "", path, *servers])
 
 
 def find_store(run_dir: str | Path | RunStore) -> RunStore:

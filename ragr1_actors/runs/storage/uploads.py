@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -47,6 +48,7 @@ class Lease:
         self._interval_s = interval_s
         self._machine = this_machine()
         self._num_renewals = 0
+        self._holder = ""
 
     def take(self) -> None:
         """Begin to hold the run; raises ``RunDirectoryError`` if a process of another machine works in it.
@@ -59,7 +61,7 @@ class Lease:
             found = None
         if found is not None and found.get("machine") != self._machine:
             self._wait_for_end_of(found)
-        self.renew()
+        self._write()
 
     def _wait_for_end_of(self, found: dict[str, object]) -> None:
         wait_s = 2.5 * self._interval_s
@@ -83,7 +85,29 @@ class Lease:
                 )
 
     def renew(self) -> None:
-        """Tell other machines that the run is in use; errors of the storage are ignored."""
+        """Tell other machines that the run is in use, unless one has taken it; errors of the storage are ignored.
+
+        A machine takes a run whose lease was not renewed, as it cannot know that the storage did not answer this one.
+        """
+        try:
+            found = self._read()
+        except UserError as error:
+            logger.warning("%s; other machines do not see that the run is in use", error)
+            return
+        if found and found.get("machine") != self._machine:  # an empty one is half written
+            self._holder = _host(found)
+        else:
+            self._write()
+
+    def check(self) -> None:
+        """Raise ``RunDirectoryError`` if another machine has taken the run."""
+        if self._holder:
+            raise RunDirectoryError(
+                f"a process on {self._holder} has taken {self._storage} meanwhile, as this machine did not reach the "
+                "storage; this process ends: two would write over each other"
+            )
+
+    def _write(self) -> None:
         self._num_renewals += 1
         content = {"machine": self._machine, "renewals": self._num_renewals}
         try:
@@ -92,7 +116,9 @@ class Lease:
             logger.warning("%s; other machines do not see that the run is in use", error)
 
     def give_back(self) -> None:
-        """Remove the lease, so that other machines can begin at once."""
+        """Remove the lease, so that other machines can begin at once; another machine's stays."""
+        if self._holder:
+            return
         try:
             self._storage.remove([LEASE_FILE])
         except UserError as error:
@@ -133,7 +159,9 @@ class Uploads:
         self._is_loaded = False
         self._lease = Lease(remote, INTERVAL_S)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+        # an upload may take longer than another machine waits
+        works = {"lease": self._renew, "upload": self._upload_changes}
+        self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in works.items()]
 
     def load(self) -> None:
         """Download the files of an earlier process that this process reads or continues."""
@@ -157,20 +185,25 @@ class Uploads:
         except BaseException:
             self._lease.give_back()
             raise
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def end(self, *, retry: bool) -> None:
         """Upload the remaining files, with one try unless ``retry``; raises ``UserError`` if that fails."""
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         try:
             self.upload(self.remote if retry else replace(self.remote, retry_s=0))
         finally:
             self._lease.give_back()
 
-    def _run(self) -> None:
+    def _renew(self) -> None:
         while not self._stop.wait(INTERVAL_S):
             self._lease.renew()
+
+    def _upload_changes(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
             try:
                 self.upload(replace(self.remote, retry_s=0))
             except UserError as error:
@@ -187,7 +220,8 @@ class Uploads:
                 self._uploaded[name] = stamp_of(self._path / name)
 
     def upload(self, remote: Storage) -> None:
-        """Upload changed files to ``remote``; raises ``UserError`` if that fails."""
+        """Upload changed files to ``remote``; raises ``UserError`` if that fails, or if another machine has the run."""
+        self._lease.check()
         with self.lock:
             for name in (INDEX, POLICY):
                 if name not in self._uploaded and (self._path / name).is_dir():
@@ -210,7 +244,10 @@ class Uploads:
                     path.unlink()  # in a long run they would fill the disk
 
     def _files(self) -> Iterator[Path]:
-        for path in sorted(self._path.rglob("*")):
-            first, *_ = path.relative_to(self._path).parts
-            if path.is_file() and first not in FOLDERS and WRITING not in str(path):
-                yield path
+        for folder, below, names in os.walk(self._path):  # it passes over a folder that is removed meanwhile
+            if Path(folder) == self._path:
+                below[:] = [name for name in below if name not in FOLDERS]
+            below.sort()
+            for path in (Path(folder, name) for name in sorted(names)):
+                if path.is_file() and WRITING not in str(path):
+                    yield path
