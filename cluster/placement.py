@@ -51,6 +51,8 @@ START_TIMEOUT_S = 600.0
 _NODE_ID_LABEL = "ray.io/node-id"
 """Label that Ray sets on every node."""
 _POLL_S = 0.5
+_SETTLE_S = 10.0
+"""Limit in seconds for nodes to report that a reservation is gone."""
 _REPLY_TIMEOUT_S = 10.0
 
 ActorOptions = Callable[[int], Mapping[str, Any]]
@@ -198,6 +200,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
                 is_said = True
     finally:
         remove_placement_group(group)
+    deadline = min(deadline, time.monotonic() + _SETTLE_S)  # Ray has found room, whatever this plan says
     while place_actors(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
         time.sleep(_POLL_S)  # until the nodes report that the group is gone
 

@@ -191,9 +191,12 @@ def learner_demand(config: RunConfig) -> Demand:
 
 
 def place_actors(demands: Iterable[Demand], nodes: Sequence[Node]) -> PlacementPlan:
-    """Place every actor that finds room; those that are hardest to place come first."""
+    """Place every actor that finds room; those that are hardest to place come first.
+
+    Those that only some nodes may hold are placed before those that need more GPUs.
+    """
     rooms = [_Room(node) for node in nodes]
-    order = sorted(demands, key=lambda demand: (-demand.num_gpus, not demand.label_selector, -demand.num_cpus))
+    order = sorted(demands, key=lambda demand: (not demand.label_selector, -demand.num_gpus, -demand.num_cpus))
     return PlacementPlan(tuple(_place(demand, rooms) for demand in order))
 
 

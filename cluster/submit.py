@@ -221,6 +221,11 @@ class JobClient:
                 "RAY_AUTH_TOKEN_PATH names, to the cluster's token without line breaks and non-ASCII characters"
             ) from None  # the error before holds the token
         except requests.Timeout as error:
+            if error.request is not None and error.request.method == "PUT":
+                raise UserError(
+                    f"the head at {self._address} did not take the upload in {UPLOAD_TIMEOUT_S:g} s; name what the run "
+                    "does not need in a .rayignore file in the working directory, or submit from nearer"
+                ) from error
             raise UserError(
                 f"the head at {self._address} does not answer in {ANSWER_TIMEOUT_S:g} s; check that it is up, or try "
                 "again"
@@ -256,12 +261,12 @@ def check_address(address: str) -> None:
         raise ConfigError(f"--address: got {address!r}, expected the head's dashboard, such as http://10.0.0.2:8265")
 
 
-def check_size(working_dir: Path) -> int:
+def check_size(working_dir: Path, needed: str = "") -> int:
     """Return the bytes of a directory that Ray would upload, without the files in ``.rayignore`` and ``.gitignore``.
 
     Raises:
-        DataError: there is no such directory, it is larger than Ray's limit, or a folder in it has the name of a
-            package of this project.
+        DataError: there is no such directory, it is larger than Ray's limit, the file ``needed`` would not be uploaded,
+            or a folder in it has the name of a package of this project.
     """
     from ray._private import ray_constants
     from ray._private.runtime_env import packaging
@@ -274,10 +279,12 @@ def check_size(working_dir: Path) -> int:
             raise DataError(f"--working-dir: {working_dir} holds {name!r}, the name of a package of ragr1; rename it")
     root = working_dir.absolute()
     sizes: Counter[str] = Counter()
+    lacks = {needed} - {""}
 
     def count(path: Path) -> None:
         if path.is_file():
             name = path.relative_to(root)
+            lacks.discard(name.as_posix())
             sizes[name.parts[0]] += path.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name))
 
     try:
@@ -288,6 +295,11 @@ def check_size(working_dir: Path) -> int:
             f"--working-dir: a .rayignore or .gitignore in {working_dir} cannot be read ({one_line(error)}); expected "
             "patterns as of .gitignore, in UTF-8"
         ) from error
+    if lacks:
+        raise DataError(
+            f"{needed} is not uploaded, as a .gitignore or .rayignore of {working_dir} names it; take it out there, or "
+            "put an exception below, such as !*.yaml"
+        )
     sizes["the packages of ragr1"] = sum(
         file.stat().st_size + _ZIP_ENTRY_BYTES + 2 * len(str(name)) for file, name in _packages(working_dir)
     )

@@ -89,6 +89,16 @@ def test_the_project_travels_with_a_folder_that_is_no_checkout(tmp_path: Path) -
         check_size(tmp_path / "project")
 
 
+def test_a_recipe_that_is_not_uploaded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/mine.yaml").write_text("environment: {tasks: world}\n")
+    (tmp_path / ".gitignore").write_text("recipes/\n")
+    there = ("--working-dir", str(tmp_path), "--address", "http://127.0.0.1:1")
+    assert "recipes/mine.yaml is not uploaded, as a .gitignore" in invoke("submit", "recipes/mine.yaml", *there)
+    (tmp_path / ".gitignore").write_text("")
+    assert "no Ray head answers" in invoke("submit", "recipes/mine.yaml", *there)
+
+
 def test_a_directory_above_rays_limit_names_its_largest_entries(tmp_path: Path) -> None:
     for name, num_bytes in {"data/a": TOO_LARGE, "data/b": 2**20, "model.bin": 2**23, "note": 9, "x": 2**10}.items():
         sparse(tmp_path / name, num_bytes)

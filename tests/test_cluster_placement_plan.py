@@ -161,6 +161,15 @@ def test_labels_keep_the_fleets_apart() -> None:
     assert found.missing.endswith("each needs 1 CPU, labels ragr1=learner on one node, and no node has these labels")
 
 
+def test_actors_that_only_some_nodes_may_hold_come_first() -> None:
+    labels = {"ragr1": "retriever"}
+    half, two = Demand("retrievers", 1, 8, 0.5, labels), Demand("retrievers", 2, 8, 1.0, labels)
+    rank, wide = Demand("learner ranks", 1, 1, 1.0, strategy="pack"), Demand("env runners", 2, 1, 2.0)
+    for demands, num_gpus in (((rank, half), 1), ((wide, two), 2)):
+        nodes = [Node("retriever", 16, num_gpus, labels, "a" * 56), Node("other", 64, 4, {}, "b" * 56)]
+        assert place_actors(demands, nodes).missing == ""
+
+
 def test_packed_ranks_share_a_node_if_one_has_room() -> None:
     nodes = [Node("small", 8, 2), Node("large", 8, 8), Node("fitting", 8, 4)]
     assert nodes_of(place_actors([Demand("learner ranks", 4, 1, 1, {}, "pack")], nodes)) == {

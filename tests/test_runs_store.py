@@ -273,6 +273,14 @@ def test_a_run_is_in_a_folder_or_at_a_uri(uri: str, tmp_path: Path, files: Path)
         find_checkpoint(uri)
 
 
+def test_a_run_in_a_folder_named_checkpoints_is_found(files: Path, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/checkpoints/mine"
+    with RunStore(uri) as store:
+        create_run_directory(run_config(files), store)
+    with pytest.raises(RunDirectoryError, match=r"checkpoints/mine has no checkpoint yet"):
+        find_checkpoint(uri)
+
+
 def test_files_are_uploaded_as_they_change(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragr1_actors.runs.storage.uploads.INTERVAL_S", 0.05)
     store = RunStore(uri)

@@ -70,7 +70,7 @@ def submit(
     arguments = train_arguments(recipe, overrides or [], run_dir, working_dir)
     if profile:
         arguments += ["--profile", str(profile)]
-    check_size(working_dir)
+    check_size(working_dir, arguments[1] if Path(recipe).suffix in (".yaml", ".yml") else "")
     client = JobClient(address)
     job_id = client.submit(working_dir, arguments)
     print_line(f"submitted {job_id}; follow it with: {_command('--logs', job_id, address)}")

@@ -366,6 +366,8 @@ def _find(name: str | Path) -> tuple[RunStore, AnyFolder, str]:
 
 def _find_stored(uri: str) -> tuple[RunStore, AnyFolder, str]:
     run_uri, inside = split_checkpoint(uri)
+    if inside and not holds_run(RunStore(run_uri)) and holds_run(RunStore(uri)):
+        run_uri, inside = uri, ""  # a run in a folder of this name
     store = RunStore(run_uri)
     open_run_directory(store)
     found = store.find(inside) if inside else Checkpoints(store).latest()
