@@ -41,7 +41,8 @@ from ragr1_actors.core.schema import groups_to_record_batch
 from ragr1_actors.core.types import TrajectoryGroup
 from ragr1_actors.lab.simulation.run import Size, simulate
 from ragr1_actors.lab.simulation.workload import DrawnWorkload
-from ragr1_actors.planning.plan import GPUS, Machine, make_pace
+from ragr1_actors.planning.machine import GPUS, Machine
+from ragr1_actors.planning.plan import make_pace
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.indexes.manifest import FileRecord, Shard
 from retrieval.indexes.vector_index import VectorIndex

@@ -256,6 +256,22 @@ def test_two_ranks_fail_again_and_again_while_a_checkpoint_is_written(
     assert group.is_stopped
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_is_killed_keeps_the_factor_of_its_learning_rate(
+    ray_with_tests: ModuleType, policy_dir: Path
+) -> None:
+    group = make_group(1)
+    group.build(f"{__name__}:FailingLearner", policy_dir)
+    group.scale_lr(0.5)
+    (policy_dir / "fail_0").write_text("killed")
+    for number in range(NUM_UPDATES):
+        update(group, number)
+    assert group.num_restarts == 1
+    assert group.foreach_learner(lambda learner: learner.lr_factor) == [0.5]
+    group.stop()
+
+
 def test_batches_are_not_held_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(call_history, "MAX_HELD_CALLS", 3)
     history = call_history.CallHistory("grpo", Path("policy"))

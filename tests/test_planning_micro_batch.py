@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
-from ragr1_actors.planning.plan import GIB, GPUS, Machine, learner_fits, make_plan
+from ragr1_actors.planning.machine import GIB, GPUS, Machine
+from ragr1_actors.planning.plan import learner_fits, make_plan
 from ragr1_actors.planning.preflight import choose_micro_batch, fit_micro_batch
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 

@@ -25,8 +25,9 @@ from ragr1_actors.cli.main import app
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.models.model_shape import ModelShape
-from ragr1_actors.core.resolve import method_recipes
-from ragr1_actors.planning.plan import GIB, GPUS, Machine, Plan, count_passages, make_plan
+from ragr1_actors.core.resolve import method_recipes, override, read_recipe, resolve
+from ragr1_actors.planning.machine import GIB, GPUS, Machine, host_bytes
+from ragr1_actors.planning.plan import Plan, count_passages, make_plan
 from ragr1_actors.planning.preflight import check_room
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 from retrieval.capacity import BM25_BYTES, ENCODERS, PASSAGE_BYTES, EncoderShape, scan_s, vector_bytes
@@ -371,7 +372,9 @@ def test_dpo_and_ipo_have_a_reference_without_a_kl_term(algorithm: str) -> None:
         plan = make_plan(configured("quickstart", *gpus, *settings), NODE, 100)
         return plan.needs, plan.times.learning_s
 
-    assert planned(algorithm, 0) == planned("grpo", 0.001)
+    (needs, learning_s), (expected, expected_s) = planned(algorithm, 0), planned("grpo", 0.001)
+    assert needs == expected
+    assert learning_s == pytest.approx(5 / 4 * expected_s)  # each minibatch is scored before its step, too
     assert planned(algorithm, 0) != planned("grpo", 0)
 
 
@@ -409,3 +412,64 @@ def test_too_little_shared_memory_is_one_sentence_before_the_run(
         check_room(config, tmp_path)
     assert f"/dev/shm: 17.4 GiB of {shm_bytes / GIB:.1f} GiB" in str(caught.value)
     assert remedy in str(caught.value)
+
+
+def test_a_correction_of_several_steps_scores_the_batch_first() -> None:
+    def learning_s(*settings: str) -> float:
+        gpus = ["learners.num_gpus_per_learner=1", "env_runners.num_gpus_per_env_runner=1"]
+        return make_plan(configured("quickstart", *gpus, *settings), NODE, 100).times.learning_s
+
+    plain, several = learning_s("training.num_minibatches=1"), "training.num_minibatches=2"
+    corrects = "training.options={tis_clip: 2}"
+    assert learning_s("training.num_minibatches=1", corrects) == plain == learning_s(several)
+    assert learning_s(several, corrects) == pytest.approx(4 / 3 * plain)
+    nucleus = [learning_s(f"training.algorithm={name}", "env_runners.top_p=0.9") for name in ("dpo", "grpo")]
+    assert nucleus[0] == learning_s("training.algorithm=dpo") and nucleus[1] == pytest.approx(4 / 3 * plain)
+
+
+def test_actors_with_a_part_of_a_gpu_have_that_part() -> None:
+    def problems(utilization: float) -> list[str]:
+        options = f"env_runners.engine_options={{gpu_memory_utilization: {utilization}}}"
+        gpus = ["env_runners.num_env_runners=2", "env_runners.num_gpus_per_env_runner=0.5"]
+        settings = [*gpus, "env_runners.engine=vllm", "policy.model=Qwen/Qwen2.5-7B", "policy.dtype=bfloat16", options]
+        return [need.place for need in make_plan(configured("quickstart", *settings), NODE, 100).needs if not need.fits]
+
+    assert "env runner GPU" in problems(0.92)  # two engines would take 1.84 of the GPU
+    assert "env runner GPU" not in problems(0.45)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("learners.num_gpus_per_learner=1", "learners.num_learners=2", "training.kl_coeff=0.001"),
+        ("learners.num_gpus_per_learner=1", "learners.num_learners=2", "training.kl_coeff=0"),
+        (
+            "learners.num_gpus_per_learner=1",
+            "learners.num_learners=2",
+            "training.algorithm=ppo",
+            "training.group_size=1",
+        ),
+        ("env_runners.num_gpus_per_env_runner=1", "env_runners.engine=vllm", "env_runners.max_context_tokens=200_000"),
+    ],
+)
+def test_settings_that_are_advised_are_legal_and_fit(settings: tuple[str, ...]) -> None:
+    words = ["policy.model=Qwen/Qwen2.5-14B", "policy.dtype=bfloat16", "env_runners.weight_transport=auto", *settings]
+    sections = override(read_recipe("quickstart"), words)
+    machine = replace(NODE, gpu=GPUS["a100-40gb"])
+    plan = make_plan(resolve(sections), machine, 100)
+    advised = [need for need in plan.needs if need.remedy]
+    place = "env runner GPU" if "env_runners" in settings[0] else "learner GPU"
+    assert place in {need.place.partition(",")[0] for need in advised}
+    for need in advised:
+        changes = re.split(r" (?=\w+\.\w+=)", need.remedy.removeprefix("it fits with "))
+        again = make_plan(resolve(override(sections, changes)), machine, 100)
+        assert all(one.fits for one in again.needs if one.place.partition(",")[0] == need.place.partition(",")[0])
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    whole = host_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host_bytes(tmp_path) == whole
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("1073741824\n")
+    assert host_bytes(tmp_path) == GIB

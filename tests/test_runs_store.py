@@ -372,7 +372,7 @@ def test_a_run_that_another_machine_has_taken_ends(uri: str, monkeypatch: pytest
     taken = pytest.raises(UserError, match=r"a process on elsewhere has taken .* meanwhile")
     with taken, RunStore(uri) as store:
         Storage(uri).write(LEASE_FILE, theirs)
-        while True:  # a checkpoint, until the lease was looked at
+        for _ in range(2000):  # a checkpoint, until the lease was looked at
             store.upload()
             time.sleep(0.01)
     assert Storage(uri).read(LEASE_FILE) == theirs

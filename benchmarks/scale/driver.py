@@ -25,7 +25,8 @@ from ragr1_actors.core.types import Completion, FinishReason, OnText, Sampling
 from ragr1_actors.lab.simulation.fleet import VirtualLoop
 from ragr1_actors.lab.simulation.run import Simulator, Size
 from ragr1_actors.lab.simulation.workload import DrawnWorkload, made_up_task
-from ragr1_actors.planning.plan import GPUS, Machine, make_pace
+from ragr1_actors.planning.machine import GPUS, Machine
+from ragr1_actors.planning.plan import make_pace
 from ragr1_actors.rollout.engines.base import EngineArguments, PolicyTokenizer
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig

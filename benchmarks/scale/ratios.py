@@ -51,8 +51,9 @@ from benchmarks.scale import elastic, latency, loads
 from benchmarks.scale.latency import Wait
 from ragr1_actors.lab.simulation.run import Simulation, Size, simulate
 from ragr1_actors.lab.simulation.workload import DrawnWorkload
+from ragr1_actors.planning.machine import GPUS, Machine
 from ragr1_actors.planning.pace import LearnerPace, Pace
-from ragr1_actors.planning.plan import GPUS, Machine, make_pace
+from ragr1_actors.planning.plan import make_pace
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
 _THROUGHPUT, _HOURS = Goal(0.9, at_least=True), Goal(0.6, at_least=False)

@@ -75,7 +75,7 @@ BLOCKED_S = 120.0
 """Longest silence in seconds of a process that ends a profile: reading the profile holds Python's lock."""
 FIRST_ANSWER_S = 600.0
 """Longest time in seconds until the first answer: Ray starts the process, for which a place is reserved."""
-REPEATED_CALLS = ("update", "begin_save")
+REPEATED_CALLS = ("update", "begin_save", "scale_lr")
 """Calls that change a learner or its files: a restart repeats those since the last checkpoint."""
 WAIT_INTERVAL_S = 1.0
 """Seconds between two looks at the ranks during a call."""
@@ -244,6 +244,10 @@ class LearnerGroup:
         self._call("load_state", folder)
         if self._history is not None:
             self._history.begin_at(folder)
+
+    def scale_lr(self, factor: float) -> None:
+        """Set the factor of the configuration's learning rate on every rank; a restart keeps it."""
+        self._call("scale_lr", factor)
 
     def offload_states(self) -> int:
         """Move all trained tensors to the hosts' memory; return the device bytes that all ranks freed.
@@ -520,6 +524,10 @@ class LearnerWorker:
         """Continue from state files once they match their list; the ranks of a node share their pages in memory."""
         path = compared(folder, LEARNER_PREFIX, (self._rank, self._world_size))
         self.learner.set_state(read_learner(path / LEARNER_FILE))
+
+    def scale_lr(self, factor: float) -> None:
+        """See ``Learner.scale_lr``."""
+        self.learner.scale_lr(factor)
 
     def save_policy(self, writer: FolderWriter) -> None:
         """Write the policy; rank 0 writes, and the others take part in it."""

@@ -248,7 +248,8 @@ def _cuda(driver: str) -> Finding:
 
 def _disk_of(recipe: str) -> tuple[int, str]:
     """Return the bytes on disk of a run with their purpose; without its index, if that is not known yet."""
-    from ragr1_actors.planning.plan import count_passages, make_plan, this_machine
+    from ragr1_actors.planning.machine import this_machine
+    from ragr1_actors.planning.plan import count_passages, make_plan
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
     config = AlgorithmConfig.from_recipe(recipe).freeze()

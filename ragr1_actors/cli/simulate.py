@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from ragr1_actors.core.config import RunConfig
     from ragr1_actors.lab.simulation.run import Simulation, Study
     from ragr1_actors.lab.simulation.workload import Recording, Workload
+    from ragr1_actors.planning.machine import Machine
     from ragr1_actors.planning.pace import Pace
-    from ragr1_actors.planning.plan import Machine, Plan
+    from ragr1_actors.planning.plan import Plan
 
 GIB = 2**30
 
@@ -41,7 +42,8 @@ def plan(
 ) -> None:
     """Compute the memory and time that a recipe needs, and what does not fit. Exit status 1 if something does not."""
     from ragr1_actors.core.resolve import named_folder
-    from ragr1_actors.planning.plan import GPUS, Machine, count_passages, make_plan, this_machine
+    from ragr1_actors.planning.machine import GPUS, Machine, this_machine
+    from ragr1_actors.planning.plan import count_passages, make_plan
     from ragr1_actors.planning.preflight import check_classes, check_tokenizer, choose_micro_batch
     from ragr1_actors.runs.run_directory import with_newest_policy
     from ragr1_actors.training.algorithm_config import AlgorithmConfig
@@ -166,7 +168,8 @@ def simulate(
 def planned(config: RunConfig, gpu: str, passages: int | None) -> tuple[Pace, Workload]:
     """Return the times of ``ragr1 plan`` for a kind of GPU, and trajectories of its mean lengths."""
     from ragr1_actors.lab.simulation.workload import DrawnWorkload
-    from ragr1_actors.planning.plan import GPUS, Machine, count_passages, make_pace
+    from ragr1_actors.planning.machine import GPUS, Machine
+    from ragr1_actors.planning.plan import count_passages, make_pace
 
     if gpu not in GPUS:
         raise UserError(f"--gpu: got {gpu!r}, expected one of {', '.join(GPUS)}")

@@ -96,7 +96,7 @@ def resolve(sections: Sections) -> RunConfig:
     for section, settings in sections.items():
         check_keys(section, settings)
     config = RunConfig(**{section: _settings_of(section).read(keys, section) for section, keys in sections.items()})
-    _check_settings(config)
+    check_settings(config)
     return config
 
 
@@ -218,7 +218,7 @@ def with_modules_beside(value: Any, folder: Path, known: dict[int, Any] | None =
     return f"{file}:{found[2]}"
 
 
-def _check_settings(config: RunConfig) -> None:
+def check_settings(config: RunConfig) -> None:
     """Refuse settings that are possible alone, but not together or not with this meaning."""
     prompt = config.environment.prompt
     if "{question}" not in prompt:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ragr1_actors.core.config import LearnerSettings, RunConfig, SamplerConfig
+from ragr1_actors.core.config import RunConfig, SamplerConfig
 from ragr1_actors.core.errors import ConfigError
 from ragr1_actors.core.process.imports import installed_version
+from ragr1_actors.core.resolve import check_settings, has_reference
 from retrieval.base import needs_index
 
 RUNNER_KEY = "env_runners.num_gpus_per_env_runner"
@@ -108,8 +110,8 @@ def _gpu_build() -> str:
 
 
 C = TypeVar("C", bound=SamplerConfig)
-Change = tuple[str, Any]
-"""A key and its value: ``("retrieval.num_shards", 2)``."""
+Change = dict[str, Any]
+"""Keys that change together, with their values: ``{"retrieval.num_shards": 2}``."""
 _FASTER_TYPES = {"flat": "pq", "fp16": "pq", "sq8": "pq", "ivf": "ivf_pq"}
 """Index type that finds almost the same and that a CPU scans faster, by index type."""
 
@@ -117,16 +119,16 @@ _FASTER_TYPES = {"flat": "pq", "fp16": "pq", "sq8": "pq", "ivf": "ivf_pq"}
 def find_remedy(config: RunConfig, changes: Iterable[Change], fits: Callable[[RunConfig], bool]) -> str:
     """Return the settings that make the run fit: one change if one suffices, else several; empty if none helps.
 
-    ``find_remedy(config, [("retrieval.num_shards", 2)], fits) == "it fits with retrieval.num_shards=2"``
+    ``find_remedy(config, [{"retrieval.num_shards": 2}], fits) == "it fits with retrieval.num_shards=2"``
     """
     changes = list(changes)
-    alone = [{key: value} for key, value in changes]
-    for settings in [*alone, *(dict(changes[:count]) for count in range(2, len(changes) + 1))]:
+    several = [dict(ChainMap(*reversed(changes[:count]))) for count in range(2, len(changes) + 1)]
+    for settings in [*changes, *several]:
         tried = config
         for key, value in settings.items():
             section, name = key.split(".")
             tried = changed(tried, section, {name: value})
-        if fits(tried):
+        if _is_legal(tried) and fits(tried):
             shown = (
                 f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in settings.items()
             )
@@ -134,24 +136,34 @@ def find_remedy(config: RunConfig, changes: Iterable[Change], fits: Callable[[Ru
     return ""
 
 
+def _is_legal(config: RunConfig) -> bool:
+    try:
+        check_settings(config)
+    except ConfigError:
+        return False
+    return True
+
+
 def place_changes(place: str, config: RunConfig) -> Iterator[Change]:
     """Yield settings that need less of a place; those that cost least time come first."""
     runners, retrieval = config.env_runners, config.retrieval
     if place == "learner GPU" or (place == "host memory" and not config.learners.num_gpus_per_learner):
-        yield from _learner_changes(config.learners, runners.max_context_tokens)
+        yield from _learner_changes(config)
     if place == "env runner GPU" and runners.engine == "vllm":
         for size in (2, 4, 8):
-            yield "env_runners.engine_options", {**runners.engine_options, "tensor_parallel_size": size}
+            options = {**runners.engine_options, "tensor_parallel_size": size}
+            yield {"env_runners.engine_options": options, RUNNER_KEY: size}
     if place == "retriever GPU":
         for shards in (2, 4, 8):
-            yield "retrieval.num_shards", shards * retrieval.num_shards
-    if place in ("host memory", "disk") and retrieval.type in ("flat", "fp16", "hnsw", "ivf"):
-        yield "retrieval.type", "ivf_pq" if retrieval.type in ("ivf", "hnsw") else "pq"
+            yield {"retrieval.num_shards": shards * retrieval.num_shards}
+    has_types = retrieval.type in ("flat", "fp16", "hnsw", "ivf") and not retrieval.options  # they belong to the type
+    if place in ("host memory", "disk") and has_types:
+        yield {"retrieval.type": "ivf_pq" if retrieval.type in ("ivf", "hnsw") else "pq"}
     if place == "/dev/shm":
-        yield "env_runners.weight_transport", "auto"
+        yield {"env_runners.weight_transport": "auto"}
     if place == "disk":
-        yield "checkpointing.num_to_keep", 1
-        yield "checkpointing.keep_trajectories", False
+        yield {"checkpointing.num_to_keep": 1}
+        yield {"checkpointing.keep_trajectories": False}
 
 
 def search_changes(config: RunConfig, num_cpus: int) -> Iterator[Change]:
@@ -159,36 +171,38 @@ def search_changes(config: RunConfig, num_cpus: int) -> Iterator[Change]:
     retrieval = config.retrieval
     if not retrieval.num_gpus_per_retriever:
         if retrieval.type in _FASTER_TYPES and not retrieval.options:  # the options belong to the type
-            yield "retrieval.type", _FASTER_TYPES[retrieval.type]
+            yield {"retrieval.type": _FASTER_TYPES[retrieval.type]}
         for factor in (2, 4, 8, 16):
             cpus = factor * retrieval.num_cpus_per_retriever
             if 0 < cpus <= num_cpus:
-                yield "retrieval.num_cpus_per_retriever", cpus
+                yield {"retrieval.num_cpus_per_retriever": cpus}
     for factor in (2, 4, 8):
-        yield "retrieval.num_retrievers", factor * max(1, retrieval.num_retrievers)
+        yield {"retrieval.num_retrievers": factor * max(1, retrieval.num_retrievers)}
     for factor in (2, 4, 8):
-        yield "retrieval.num_shards", factor * retrieval.num_shards
+        yield {"retrieval.num_shards": factor * retrieval.num_shards}
 
 
-def _learner_changes(learners: LearnerSettings, max_context_tokens: int) -> Iterator[Change]:
+def _learner_changes(config: RunConfig) -> Iterator[Change]:
+    learners, max_context_tokens = config.learners, config.env_runners.max_context_tokens
     tokens = learners.row_tokens
     while tokens > max_context_tokens:
         tokens = max(tokens // 2, max_context_tokens)
-        yield "learners.micro_batch_tokens", tokens
+        yield {"learners.micro_batch_tokens": tokens}
     if not learners.gradient_checkpointing and learners.stage < 3:
-        yield "learners.gradient_checkpointing", "selective"
+        yield {"learners.gradient_checkpointing": "selective"}
     if learners.gradient_checkpointing is not True:
-        yield "learners.gradient_checkpointing", True
+        yield {"learners.gradient_checkpointing": True}
     if not learners.num_gpus_per_learner:
         return  # the rest moves bytes from a GPU to the host, or to another machine
-    resting = [part for part in ("reference", "critic") if part not in learners.offload]
+    there = {"reference": has_reference(config) and learners.lora is None, "critic": config.training.algorithm == "ppo"}
+    resting = [part for part, is_there in there.items() if is_there and part not in learners.offload]
     if resting:
-        yield "learners.offload", [*learners.offload, *resting]
+        yield {"learners.offload": [*learners.offload, *resting]}
     if learners.stage < 3:
-        yield "learners.zero_stage", 3
-    yield "learners.num_learners", 2 * learners.num_learners
+        yield {"learners.zero_stage": 3}
+    yield {"learners.num_learners": 2 * learners.num_learners}
     if "optimizer" not in learners.offload:
-        yield "learners.offload", ["optimizer", "reference", "critic"]
+        yield {"learners.offload": ["optimizer", *learners.offload, *resting]}
 
 
 def changed(config: C, section: str, keys: Mapping[str, Any]) -> C:

@@ -12,14 +12,11 @@ Pure arithmetic over ``ModelShape``, ``learners.deepspeed.memory`` and ``retriev
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
-
-import psutil
 
 from envs.base import search_options
 from envs.sources import TaskSources, is_source, open_source, shown_names
@@ -38,7 +35,8 @@ from ragr1_actors.core.errors import ConfigError, DataError
 from ragr1_actors.core.models.model_shape import ModelShape
 from ragr1_actors.core.resolve import STATIC, has_reference
 from ragr1_actors.core.weight_transport import PART_BYTES, choose_transport
-from ragr1_actors.planning.fit import find_remedy, num_gpus_here, place_changes, reserved_gpus, search_changes
+from ragr1_actors.planning.fit import find_remedy, place_changes, reserved_gpus, search_changes
+from ragr1_actors.planning.machine import GIB, Gpu, Machine
 from ragr1_actors.planning.pace import EnginePace, LearnerPace, Pace, SearchPace, Times
 from ragr1_actors.planning.tiny_policy import policy_maker
 from retrieval.base import Passage, needs_index
@@ -50,7 +48,6 @@ from retrieval.replicas.batching import MAX_BATCH
 
 SPARE_SHARE = 0.1
 """Share of a memory that must stay free: allocators fragment, and the formulas are estimates."""
-GIB = 2**30
 _VLLM_UTILIZATION = 0.92
 """Default of vLLM 0.32's ``gpu_memory_utilization``."""
 _VLLM_OTHER_BYTES = 4 * GIB
@@ -89,54 +86,6 @@ _BANDWIDTH_SHARE = 0.7
 """Share of the memory bandwidth that decoding reaches."""
 TOKENS_PER_TURN = 128
 """Mean of sampled tokens per turn: between RAG-R1's published 100 and the limit of 500."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Kind of GPU: usable memory, bandwidth and dense bf16 peak of its data sheet."""
-
-    name: str
-    num_bytes: int
-    bytes_per_s: float
-    flops: float
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("a100-40gb", int(39.4 * GIB), 1.56e12, 312e12),
-        Gpu("a100-80gb", int(79.2 * GIB), 2.04e12, 312e12),
-        Gpu("h100-80gb", int(79.2 * GIB), 3.35e12, 989e12),
-        Gpu("h200-141gb", int(139.8 * GIB), 4.8e12, 989e12),
-    )
-}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Sizes of each of the equal machines of a cluster."""
-
-    gpu: Gpu | None
-    num_gpus: int
-    num_cpus: int
-    host_bytes: int
-    shm_bytes: int
-    disk_bytes: int
-    num_machines: int = 1
-
-
-def this_machine(directory: Path) -> Machine:
-    """Read the sizes of this machine, with the disk of ``directory``. All its GPUs count like the first one."""
-    num_gpus, gpu = num_gpus_here(), None
-    if num_gpus:
-        import torch
-
-        found = torch.cuda.get_device_properties(0)
-        known = next((k for k in GPUS.values() if k.name.split("-")[0] in found.name.lower()), GPUS["a100-80gb"])
-        gpu = replace(known, name=found.name, num_bytes=found.total_memory)
-    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0
-    host, disk = psutil.virtual_memory().total, shutil.disk_usage(directory).free
-    return Machine(gpu, num_gpus, psutil.cpu_count() or 1, host, shm, disk)
 
 
 @dataclass(frozen=True)
@@ -342,22 +291,27 @@ class _Run:
 
     def needs(self) -> Iterator[Need]:
         """Yield every device and memory of one machine."""
-        gpu_bytes = self.machine.gpu.num_bytes if self.machine.gpu is not None else 0
         if self.config.learners.num_gpus_per_learner:
             phase = self.learner.peak_phase
             parts = {**self.learner.resting, **self.learner.phases[phase]}
             if self.shares_gpus:
                 parts["engine asleep"] = _ASLEEP_BYTES
-            yield Need(f"learner GPU, {phase}", parts, gpu_bytes)
+            yield Need(f"learner GPU, {phase}", parts, self._of_a_gpu(self.config.learners.num_gpus_per_learner))
         if self.config.env_runners.num_gpus_per_env_runner:
-            yield self._engine_need(gpu_bytes)
+            yield self._engine_need()
         if self.searches_on_gpu:
-            yield Need("retriever GPU", self._retriever_parts(), gpu_bytes)
+            available = self._of_a_gpu(self.config.retrieval.num_gpus_per_retriever)
+            yield Need("retriever GPU", self._retriever_parts(), available)
         yield Need("host memory", self._host_parts(), self.machine.host_bytes)
         yield Need("/dev/shm", self._shm_parts(), self.machine.shm_bytes)
         yield Need("disk", self._disk_parts(), self.machine.disk_bytes)
 
-    def _engine_need(self, gpu_bytes: int) -> Need:
+    def _of_a_gpu(self, share: float) -> int:
+        """Return the bytes of a GPU that an actor may use; a runner and a rank that take turns have all of it."""
+        gpu_bytes = self.machine.gpu.num_bytes if self.machine.gpu is not None else 0
+        return int((1.0 if self.shares_gpus else min(1.0, share)) * gpu_bytes)
+
+    def _engine_need(self) -> Need:
         """Return the need of an engine with a cache for at least one longest trajectory."""
         runners = self.config.env_runners
         share = runners.engine_options.get("gpu_memory_utilization", _VLLM_UTILIZATION)
@@ -375,7 +329,10 @@ class _Run:
         if self.shares_gpus:
             parts["learner, its states on the host"] = CUDA_CONTEXT_BYTES
             parts["reference weights"] = self.learner.resting.get("reference weights", 0)
-        return Need("env runner GPU", parts, int(share * gpu_bytes))
+        taken, available = int(share * self._of_a_gpu(1.0)), self._of_a_gpu(runners.num_gpus_per_env_runner)
+        if taken > available and runners.engine == "vllm":  # it takes that share of the whole GPU at its start
+            parts["rest of gpu_memory_utilization"] = max(0, taken - sum(parts.values()))
+        return Need("env runner GPU", parts, min(taken, available))
 
     def _retriever_parts(self) -> Parts:
         retrieval = self.config.retrieval
@@ -542,12 +499,16 @@ class _Run:
     def _learning_s(self, gpu: Gpu) -> float:
         """Return the seconds of three forward passes per step and model, and of scoring.
 
-        Gradient checkpointing makes another forward pass; the selective one makes no product again.
+        Gradient checkpointing makes another forward pass; the selective one makes no product again. A correction of
+        several steps scores the batch first, as ``top_p`` does, and DPO and IPO score each minibatch before its step.
         """
-        training = self.config.training
+        training, top_p = self.config.training, self.config.env_runners.top_p
+        corrects = training.options.get("tis_clip") or training.options.get("sequence_correction")
+        scores_first = top_p < 1 or (corrects and training.num_epochs * training.num_minibatches > 1)
+        first = training.num_epochs if training.algorithm in ("dpo", "ipo") else int(bool(scores_first))
         tokens = self._num_trajectories() * self.config.env_runners.max_context_tokens / 2
         passes = training.num_epochs * (4 if self.config.learners.gradient_checkpointing is True else 3)
-        scoring = has_reference(self.config) + (self.config.env_runners.top_p < 1) + self.has_critic
+        scoring = has_reference(self.config) + first + self.has_critic
         total = passes * (1 + self.has_critic) + scoring
         return tokens * total * self.shape.forward_flops_per_token / (self.num_ranks * gpu.flops * _MFU)
 

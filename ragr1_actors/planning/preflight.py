@@ -52,7 +52,8 @@ from ragr1_actors.core.models.model_files import check_code, check_files, load_m
 from ragr1_actors.core.resolve import CORRECT, MIXTURE, load_object, named, named_folder, path_of, place_of
 from ragr1_actors.core.types import Message, Task
 from ragr1_actors.planning.fit import C, changed, reserved_gpus
-from ragr1_actors.planning.plan import Machine, corpus_of, count_passages, learner_fits, make_plan, this_machine
+from ragr1_actors.planning.machine import Machine, this_machine
+from ragr1_actors.planning.plan import corpus_of, count_passages, learner_fits, make_plan
 from ragr1_actors.planning.tiny_policy import POLICIES, policy_maker
 from ragr1_actors.rollout.chat_format import chat_format_of
 from ragr1_actors.rollout.engines.base import ENGINES, Engine, load_tokenizer

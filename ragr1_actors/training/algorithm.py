@@ -496,7 +496,7 @@ class Algorithm:
             self._collector.num_failed = num_failed
             self._learner_name = ""  # builds the learner again, which may have begun from another policy
             extra = self._continue_from(checkpoint, self.policy_version)
-            self._learners.foreach_learner(lambda learner: learner.scale_lr(lr_factor))
+            self._learners.scale_lr(lr_factor)
         return extra
 
     def _continue_from(self, checkpoint: AnyFolder, last_version: int) -> dict[str, Any]:
