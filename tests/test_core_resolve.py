@@ -209,6 +209,11 @@ def test_one_name_of_a_group_or_of_options_is_set_and_the_others_stay() -> None:
     assert config.override(["training.guard={action: warn}", "learners.lora=null"]).freeze().learners.lora is None
 
 
+def test_a_key_of_a_group_that_is_written_as_a_text_keeps_it() -> None:
+    found = override({"environment": {"agent": "my_agent:solve"}}, ["environment.agent.deadline_s=30"])
+    assert found["environment"]["agent"] == {"function": "my_agent:solve", "deadline_s": 30}
+
+
 def test_a_number_with_an_exponent_is_a_number_in_options() -> None:
     words = "{a: 1e-3, b: 1.5e3, c: -2E5, d: .5e1, e: 1e5x, f: '1e3'}"
     found = override({}, [f"environment.reward_options={words}"])["environment"]["reward_options"]

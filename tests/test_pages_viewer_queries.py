@@ -13,6 +13,7 @@ from view_world import TASK, attempt, every_outcome, keep, keep_tokenizer, learn
 
 from envs.measures import exact_match
 from ragr1_actors.core.errors import DataError, UserError
+from ragr1_actors.core.types import ToolCall
 from ragr1_actors.pages.viewer.parts import Index, Snapshot
 from ragr1_actors.pages.viewer.payloads import (
     OUTCOMES,
@@ -55,6 +56,22 @@ def names(snapshot: Snapshot, query: Query) -> list[str]:
 def test_outcomes(tmp_path: Path, outcome: str, expected: list[str]) -> None:
     keep(tmp_path, "iteration_00001", every_outcome())
     assert names(index_of(tmp_path).snapshot, Query(outcome=outcome)) == expected
+
+
+def test_a_refused_search_and_another_tool_are_no_search(tmp_path: Path) -> None:
+    made = attempt("nq/1#0/made")
+    calls = {
+        "made": made.turns[0].calls,
+        "refused": (ToolCall("search", {"queries": 7}, "queries: expected a list"),),
+        "added": (ToolCall("add", {"a": 1}, "1", latency_s=0.1),),
+        "empty": (ToolCall("search", {"query": "?", "k": 1}, latency_s=0.0),),
+    }
+    group = [
+        replace(made, trajectory_id=f"nq/1#0/{name}", turns=(replace(made.turns[0], calls=of_it), made.turns[1]))
+        for name, of_it in calls.items()
+    ]
+    keep(tmp_path, "iteration_00001", group)
+    assert names(index_of(tmp_path).snapshot, Query(outcome="unsearched")) == ["refused", "added"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from ragr1_actors.runs.scores import (
     TaskScore,
     append_score,
     bootstrap,
+    check_shared,
     compare,
     intervals,
     latency,
@@ -50,9 +51,11 @@ def test_measures_of_a_trajectory() -> None:
     )
     timed = replace(trajectory, metrics={"time/trajectory_s": 0.25})
     expected = TaskScore("t/1", "the U.S.", "answered", 1.0, 1.0, 1.0, 1.0, 0.5, 1, 1, tokens=2, latency_s=0.25)
+    expected = replace(expected, digest=tasks_digest([task]))
     assert score(timed) == expected
     unknown = replace(timed, task=replace(task, supporting_ids=(), golden_answers=("US",)))
-    assert score(unknown) == replace(expected, recall=None, em_rag_r1=0.0, f1_rag_r1=0.0)
+    without = replace(expected, recall=None, em_rag_r1=0.0, f1_rag_r1=0.0, digest=tasks_digest([unknown.task]))
+    assert score(unknown) == without
 
 
 @pytest.mark.parametrize(
@@ -183,6 +186,19 @@ def test_policies_are_compared_on_the_tasks_that_both_answered() -> None:
     assert found.p_value == 2 / 2**50
     with pytest.raises(DataError, match="no task in common"):
         compare(first, [one("second only")])
+
+
+def test_one_id_of_two_questions_is_refused(tmp_path: Path) -> None:
+    here, there = (Task("test/1", question, ("Riga",)) for question in ("Where?", "Where else?"))
+    ours, theirs = (replace(one("test/1"), digest=tasks_digest([task])) for task in (here, there))
+    with pytest.raises(DataError, match="test/1 is not the same question in both evaluations"):
+        compare([ours], [theirs])
+    assert compare([ours], [ours, one("test/2")]).num_tasks == compare([ours], [one("test/1")]).num_tasks == 1
+    open_scores(tmp_path / "out.jsonl", SETTINGS)
+    append_score(tmp_path / "out.jsonl", theirs)
+    check_shared(tmp_path / "out.jsonl", [there])
+    with pytest.raises(DataError, match="test/1 is not the same question"):
+        check_shared(tmp_path / "out.jsonl", [here])
 
 
 def test_what_is_printed_beside_the_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

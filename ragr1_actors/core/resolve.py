@@ -151,7 +151,10 @@ def override(sections: Sections, assignments: Iterable[str]) -> Sections:
         if inner and settings.group(key) is None and get_origin(settings.model_fields[key].annotation) is not dict:
             raise ConfigError(f"got {name}; {section}.{key} is one value: write {section}.{key}=...")
         before = changed.get(section, {})
-        changed[section] = before | {key: _with(before.get(key), inner, parsed)}
+        given = before.get(key)
+        if inner and given and isinstance(given, str) and settings.group(key) is not None:  # such as a function's name
+            given = getattr(settings.read({key: given}, section), key).model_dump(exclude_unset=True)
+        changed[section] = before | {key: _with(given, inner, parsed)}
     return changed
 
 

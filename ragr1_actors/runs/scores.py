@@ -14,7 +14,7 @@ import math
 import os
 import re
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -63,6 +63,8 @@ class TaskScore:
     """Seconds from the prompt to the end of the trajectory, searches included, beside ``concurrency - 1`` others."""
     measures: dict[str, float] = field(default_factory=dict)
     """Measures that only the environment has, from ``TextEnv.measures``."""
+    digest: str = ""
+    """``tasks_digest`` of the task alone; empty in files of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ def score(trajectory: Trajectory, own: Iterable[str] = ()) -> TaskScore:
         tokens=trajectory.num_model_tokens,
         latency_s=trajectory.metrics.get("time/trajectory_s", 0.0),
         measures={name: trajectory.metrics[name] for name in own},
+        digest=tasks_digest([task]),
     )
 
 
@@ -245,7 +248,7 @@ def check_shared(path: Path, tasks: Sequence[Task]) -> None:
     """Check that a results file has at least one of the tasks.
 
     Raises:
-        DataError: it has none, or cannot be read.
+        DataError: it has none, another question under the id of one, or cannot be read.
     """
     settings, scores = read_scores(path)
     if {one.task_id for one in scores}.isdisjoint(task.task_id for task in tasks):
@@ -253,6 +256,17 @@ def check_shared(path: Path, tasks: Sequence[Task]) -> None:
             f"--against: {path} has scores of {len(scores):,} tasks of {settings.tasks}, and none of the "
             f"{len(tasks):,} tasks asked for; evaluate both policies on the same --tasks"
         )
+    _check_digests(scores, {task.task_id: tasks_digest([task]) for task in tasks})
+
+
+def _check_digests(scores: Sequence[TaskScore], digests: Mapping[str, str]) -> None:
+    """Refuse scores of other questions with the same ids: files of several sets may be named ``test.jsonl``."""
+    for one in scores:
+        if one.digest and (other := digests.get(one.task_id)) and one.digest != other:
+            raise DataError(
+                f"{one.task_id} is not the same question in both evaluations, or has other answers; evaluate both "
+                "policies on the same --tasks"
+            )
 
 
 def _line(fields: dict[str, Any]) -> str:
@@ -305,8 +319,9 @@ def compare(first: Sequence[TaskScore], second: Sequence[TaskScore]) -> Comparis
     """Compare two policies over the tasks that both answered.
 
     Raises:
-        DataError: there is no task that both answered.
+        DataError: there is no task that both answered, or an id names two questions.
     """
+    _check_digests(first, {one.task_id: one.digest for one in second})
     others = {one.task_id: one for one in second}
     pairs = [(one, others[one.task_id]) for one in first if one.task_id in others]
     if not pairs:

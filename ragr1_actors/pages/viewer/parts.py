@@ -38,9 +38,10 @@ from ragr1_actors.core.disk.files import write_file
 from ragr1_actors.core.errors import DataError, one_line
 from ragr1_actors.core.schema import TRAJECTORY_SCHEMA, check_format, current_format
 from ragr1_actors.core.types import Record, StopReason, Task
+from retrieval.base import RETRIEVE, SEARCH
 from retrieval.corpora.text import found_evidence
 
-FORMAT = "4"
+FORMAT = "5"
 """Format number; raise it if a column changes its meaning. Parts of other formats or columns are made again."""
 PART_SCHEMA = pa.schema(
     {
@@ -58,6 +59,7 @@ PART_SCHEMA = pa.schema(
         "is_truncated": pa.bool_(),
         "is_malformed": pa.bool_(),
         "has_evidence": pa.bool_(),
+        "has_searched": pa.bool_(),
         "num_turns": pa.int32(),
         "num_calls": pa.int32(),
         "num_cached": pa.int32(),
@@ -253,6 +255,7 @@ def _rows(batches: list[pa.RecordBatch], first: int) -> pa.RecordBatch:
         "is_truncated": [reason in _TRUNCATED for reason in reasons],
         "is_malformed": ["malformed" in actions[start:end] for start, end in bounds],
         "has_evidence": _evidence(call, row_calls, task.field("supporting_ids").to_pylist(), golden),
+        "has_searched": _has_searched(call, row_calls),
         "num_turns": np.diff(turn_offsets),
         "num_calls": np.diff(row_calls),
         "num_cached": _sums(call.field("is_cached").to_numpy(zero_copy_only=False), row_calls),
@@ -295,6 +298,15 @@ def _evidence(
         named = _named(answers)
         rows.append(any(_holds(text, named) for text in texts[start:end]) if named else None)
     return rows
+
+
+def _has_searched(call: pa.StructArray, row_calls: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return per row whether a search ran, as ``envs.measures.searches`` says it; other tools are no searches."""
+    num_records = np.diff(_flat(call.field("records"))[0])
+    took_s, results = call.field("latency_s").to_numpy(), call.field("result").to_pylist()
+    was_made = (num_records > 0) | (took_s > 0) | np.array([not result for result in results], bool)
+    is_search = np.array([tool in (SEARCH, RETRIEVE) for tool in call.field("tool").to_pylist()], bool)
+    return _sums(was_made & is_search, row_calls) > 0
 
 
 def is_evidence(task: Task, record: Record) -> bool:

@@ -144,7 +144,7 @@ def outcome_masks(snapshot: Snapshot) -> dict[str, Mask]:
         "all": np.ones(snapshot.num_rows, bool),
         "correct": correct,
         "wrong": wrong,
-        "unsearched": correct & (columns["num_calls"] == 0),
+        "unsearched": correct & ~columns["has_searched"].astype(bool),
         "ignored": wrong & columns["has_evidence"],
         "malformed": columns["is_malformed"].astype(bool),
         "failed": failed,
@@ -195,7 +195,7 @@ def _in_order(snapshot: Snapshot, rows: NDArray[np.int64], order: str) -> NDArra
 
 
 logger = logging.getLogger(__name__)
-_SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence")
+_SHOWN = ("is_correct", "is_failed", "is_truncated", "is_malformed", "has_evidence", "has_searched")
 _COUNTED = ("num_turns", "num_calls", "num_cached", "num_model_tokens")
 _MAX_QUESTION_CHARS = 300
 

@@ -66,7 +66,7 @@ function badges(row) {
   const made = [node("span", { class: "badge " + (row.is_correct ? "good" : "bad") }, row.is_failed ? "failed" : row.is_correct ? "correct" : "wrong")];
   if (row.is_truncated) made.push(node("span", { class: "badge" }, "truncated"));
   if (row.is_malformed) made.push(node("span", { class: "badge" }, "malformed"));
-  if (row.is_correct && !row.num_calls) made.push(node("span", { class: "badge" }, "no search"));
+  if (row.is_correct && !row.has_searched) made.push(node("span", { class: "badge" }, "no search"));
   if (!row.is_correct && !row.is_failed && row.has_evidence) made.push(node("span", { class: "badge" }, "ignored evidence"));
   return made;
 }
