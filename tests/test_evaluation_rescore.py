@@ -19,6 +19,7 @@ from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.errors import ServiceError
 from ragr1_actors.core.schema import groups_to_record_batch, read_trajectories, write_trajectories
 from ragr1_actors.core.types import StopReason, Trajectory
+from ragr1_actors.evaluation.evaluate import _compared, _rescored
 
 HERE = __name__
 SEEN: list[RewardContext] = []
@@ -185,3 +186,21 @@ def test_a_run_without_trajectories_is_said(run_dir: Path) -> None:
         path.unlink()
     done = CliRunner().invoke(app, ["rescore", str(run_dir), "--reward", "none"])
     assert "has no trajectories; rescore a run with checkpointing.keep_trajectories" in str(done.exception)
+
+
+async def test_the_parts_of_the_new_reward_replace_those_of_the_old_one() -> None:
+    async def reward(trajectory: Trajectory, context: RewardContext) -> RewardResult:
+        assert "reward_right" not in trajectory.metrics and trajectory.metrics["time/trajectory_s"] == 2.0
+        return RewardResult(0.7, parts={"format": 0.2, "style": 0.5})
+
+    groups = [
+        replace(one, trajectories=tuple(replace(t, metrics=OLD_METRICS, reward=0.1) for t in one.trajectories))
+        for one in make_groups(0)
+    ]
+    found = await _rescored(groups, reward, RewardContext("train"))  # type: ignore[arg-type]
+    expected = {"time/trajectory_s": 2.0, "reward_format": 0.2, "reward_style": 0.5}
+    assert all(one.metrics == expected and one.reward == 0.7 for group in found for one in group.trajectories)
+    assert _compared("mine", groups, found).correlation is None  # both are constant
+
+
+OLD_METRICS = {"time/trajectory_s": 2.0, "reward_format": 0.9, "reward_right": 0.9}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ragr1_actors.core.types import CallRequest, Message, StopReason, Task, Toke
 from ragr1_actors.rollout.chat_format import TemplateFormat, make_chat_format
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
-from ragr1_actors.rollout.gateway.messages import ApiError, read_request
+from ragr1_actors.rollout.gateway.messages import ApiError, read_request, visible
 from ragr1_actors.rollout.gateway.session import Session
 
 HERE = __name__
@@ -460,19 +461,56 @@ async def test_tool_choice_none_leaves_calls_in_the_text_of_the_same_row(tokeniz
     assert [turn.action for turn in found.turns] == ["call", "answer"]
 
 
-async def test_what_fails_in_a_turn_is_no_failure_of_the_agent(tokenizer: PolicyTokenizer) -> None:
-    odd = {"name": "search", "parameters": {"type": "object", "properties": {"query": {"anyOf": 1}}}}
+async def test_what_fails_in_a_turn_is_no_failure_of_the_agent(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*given: object) -> None:
+        raise TypeError("a mistake in this project")
 
     async def agent(task: Task, session: AgentSession) -> str:
         client = Client(session)
         await client.ask()
-        body = {"messages": client.messages[:1], "tools": [{"type": "function", "function": odd}]}
-        await client.post("/v1/chat/completions", body)
+        monkeypatch.setattr(Session, "_read", failing)
+        await client.post("/v1/chat/completions", {"messages": client.messages[:1]})
         return "Riga"
 
     AGENTS["spelling"] = agent
     (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"], "t/0~1": [CALL]})
     assert found.stop_reason is StopReason.ENV_ERROR and "TypeError" in found.error
+
+
+@pytest.mark.parametrize("parameters", [{"properties": None}, {"properties": {"a": {"anyOf": 1}}}])
+async def test_a_tool_whose_schema_cannot_be_read_is_refused_before_a_token_is_sampled(
+    tokenizer: PolicyTokenizer, parameters: dict[str, Any]
+) -> None:
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        client.messages = [{"role": "user", "content": "Where?"}]
+        tools = [{"type": "function", "function": {"name": "search", "parameters": parameters}}]
+        status, body = await client.post("/v1/chat/completions", {"messages": client.messages[:1], "tools": tools})
+        assert status == 400 and "expected JSON schemas as parameters" in json.dumps(body)
+        await client.ask()
+        return "Riga"
+
+    AGENTS["spelling"] = agent
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": ["Hm"], "t/0~1": ["Hm"]})
+    assert (found.error, len(found.turns)) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("<think>a</think>\n<think>b</think>\nRiga", ("a\nb", "Riga")),
+        ("Hm <think>b</think> Riga", ("b", "Hm  Riga")),
+        ("Riga <think>b", ("b", "Riga")),
+    ],
+)
+def test_no_thought_is_content(turn: str, expected: tuple[str, str]) -> None:
+    assert visible(turn) == expected
+    parts = [visible(turn[:length], is_whole=False) for length in range(len(turn) + 1)]
+    for before, after in pairwise(parts):
+        assert after[0].startswith(before[0]) and after[1].startswith(before[1])
+    assert parts[-1] == expected
 
 
 async def raises_for(trajectory: Trajectory, context: Any) -> float:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+from fakes import OnePassage
 from gateway_world import CALL, TOOL, Client, play
 from tool_templates import write_tool_family
 
 import ragr1_actors.rollout.gateway.session as gateway_session
+from ragr1_actors import Passage
 from ragr1_actors.core.types import Task
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.gateway.agents import AgentSession
@@ -48,10 +51,31 @@ async def test_searches_are_kept_with_the_newest_turn(tokenizer: PolicyTokenizer
     (found,) = await play(tokenizer, f"{HERE}:solve", {"t/0": ["Hm", "So"], "t/0~1": ["Well"]})
     assert found.error == ""
     assert [(turn.completion_text, [call.arguments["query"] for call in turn.calls]) for turn in found.turns] == [
-        ("Hm", ["before", "one"]),
-        ("So", ["three", "four"]),
         ("Well", ["two"]),
+        ("Hm", ["before", "one"]),
+        ("So", ["three", "four"]),  # the conversation with the newest turn is last
     ]
+
+
+async def test_searches_of_an_agent_have_their_time(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(self: OnePassage, queries: list[str], k: int) -> list[list[Passage]]:
+        await asyncio.sleep(0.05)
+        return [[Passage("a", "A", "a")] for _ in queries]
+
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        await client.ask()
+        await client.post("/retrieve", {"queries": ["one", "two"], "topk": 1})
+        return "Riga"
+
+    AGENTS["solve"] = agent
+    monkeypatch.setattr(OnePassage, "search", slow)
+    (found,) = await play(tokenizer, f"{HERE}:solve", {"t/0": ["Hm"]})
+    took_s = found.metrics["time/retrieval_waited_s"]
+    assert took_s > 0.04 and found.metrics["time/retrieval_s"] == 2 * took_s
+    assert [call.waited_s for call in found.calls if call.tool == "retrieve"] == [took_s, took_s]
 
 
 async def test_searches_are_limited_per_attempt(tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

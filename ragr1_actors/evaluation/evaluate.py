@@ -21,7 +21,7 @@ import numpy as np
 from cluster.session.leftovers import scratch_folder
 from envs.base import ENVS, TextEnv
 from envs.checker import stand_in_context
-from envs.measures import MEASURES, RATIOS, Reward, RewardContext, Split
+from envs.measures import MEASURES, RATIOS, Reward, RewardContext, Split, rewarded
 from envs.sources import TaskSources
 from envs.tasks.files import overlap
 from envs.tasks.paths import NamedTasks, shown
@@ -424,7 +424,9 @@ async def _rescored(groups: Sequence[TrajectoryGroup], reward: Reward, context: 
     async def of(trajectory: Trajectory) -> Trajectory:
         if trajectory.stop_reason.is_failure:
             return trajectory
-        plain = replace(trajectory, reward=0.0, turns=tuple(replace(turn, reward=0.0) for turn in trajectory.turns))
+        turns = tuple(replace(turn, reward=0.0) for turn in trajectory.turns)
+        others = {name: value for name, value in trajectory.metrics.items() if not name.startswith("reward_")}
+        plain = replace(trajectory, reward=0.0, turns=turns, metrics=others)
         async with room:
             try:
                 result = await reward(plain, context)
@@ -434,9 +436,7 @@ async def _rescored(groups: Sequence[TrajectoryGroup], reward: Reward, context: 
                 raise DataError(
                     f"{trajectory.trajectory_id}: the reward {reward.name} failed: {raised_at(error)}; mend it"
                 ) from error
-        per_turn = result.per_turn or [0.0] * len(plain.turns)
-        turns = tuple(replace(turn, reward=own) for turn, own in zip(plain.turns, per_turn, strict=True))
-        return replace(plain, reward=result.total, turns=turns)
+        return rewarded(plain, result)
 
     async def of_group(group: TrajectoryGroup) -> TrajectoryGroup:
         return replace(group, trajectories=tuple(await asyncio.gather(*map(of, group.trajectories))))
@@ -451,6 +451,6 @@ def _compared(name: str, before: Sequence[TrajectoryGroup], after: Sequence[Traj
     )
     if not len(old):
         return Rescored(name, 0, 0.0, 0.0, 0.0, None)
-    varies = old.std() > 0 and new.std() > 0
+    varies = all(len(np.unique(values)) > 1 for values in (old, new))  # std is above 0 for three times 0.1
     correlation = float(np.corrcoef(old, new)[0, 1]) if varies else None
     return Rescored(name, len(old), float(old.mean()), float(new.mean()), float((old != new).mean()), correlation)

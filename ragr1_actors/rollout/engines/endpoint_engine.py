@@ -156,24 +156,35 @@ class EndpointTokenizer:
         """Return an empty text: the endpoint's beginning of a turn is unknown; see ``whole_turn``."""
         return ""
 
+    def _parts(self, token_ids: Sequence[int]) -> list[tuple[int, list[Content]]]:
+        """Return the id of each role or turn, and what follows it."""
+        parts: list[tuple[int, list[Content]]] = [(_COUNTED, [])]
+        pieces: list[str] = []
+
+        def end_text() -> None:
+            if pieces:
+                parts[-1][1].append("".join(pieces))  # once per text: it may have a million pieces
+                pieces.clear()
+
+        for token_id in token_ids:
+            if 1 <= token_id <= len(_ROLES) or token_id in self._turns:
+                end_text()
+                parts.append((token_id, []))
+            elif token_id in self._images:
+                end_text()
+                parts[-1][1].append((self._images[token_id],))
+            else:
+                pieces.append(self._texts[token_id])
+        end_text()
+        return parts
+
     def chat(self, token_ids: Sequence[int]) -> tuple[list[dict[str, Any]], list[ToolSchema]]:
         """Return the conversation of ids in the form of an endpoint, and its tools.
 
         The ids come from ``prompt_ids``, ``tool_ids`` and turns, with the user's text between two turns. A turn goes
         back with its calls if a result for each follows, as endpoints require, else as text.
         """
-        parts: list[tuple[int, list[Content]]] = [(_COUNTED, [""])]  # the id of a role or turn, and what follows it
-        text = ""
-        for token_id in token_ids:
-            if 1 <= token_id <= len(_ROLES) or token_id in self._turns:
-                parts.append((token_id, [""]))
-                text = ""
-            elif token_id in self._images:
-                parts[-1][1].extend(((self._images[token_id],), ""))
-                text = ""
-            else:
-                text += self._texts[token_id]
-                parts[-1][1][-1] = text
+        parts = self._parts(token_ids)
         chat, tools, unanswered = list[dict[str, Any]](), list[ToolSchema](), list[str]()
         for number, (first, after) in enumerate(parts):
             role, content = self._texts[first], joined(*after)

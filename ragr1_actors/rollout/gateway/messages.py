@@ -334,7 +334,7 @@ def _written(call: CallRequest) -> dict[str, str]:
 
 
 def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tuple[str, str]:
-    """Return thought and content of a turn without calls, up to its first stop string.
+    """Return the thoughts and the content of a turn without calls, up to its first stop string.
 
     If ``is_whole`` is false the turn continues, so a possible beginning of a tag or a stop string is held back.
 
@@ -343,10 +343,10 @@ def visible(turn: str, stop: Sequence[str] = (), *, is_whole: bool = True) -> tu
     whole, turn = turn, before_stop(turn, stop)
     if not is_whole and turn == whole:
         turn = _without_beginning(turn, (THINK, END_OF_THOUGHT, *stop))
-    if not turn.lstrip().startswith(THINK):
-        return "", turn.strip() if is_whole else turn.lstrip().rstrip()
-    thought, _, content = turn.lstrip().removeprefix(THINK).partition(END_OF_THOUGHT)
-    return thought.strip(), content.strip()
+    content, *parts = turn.split(THINK)
+    thoughts = [part.partition(END_OF_THOUGHT) for part in parts]
+    shown = "\n".join(thought.strip() for thought, _, _ in thoughts)
+    return shown.strip(), (content + "".join(behind for _, _, behind in thoughts)).strip()
 
 
 def before_stop(turn: str, stop: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -200,12 +201,13 @@ class Gateway(HttpServer):
         asked = parse_question(await self.read_body(request))
         k = asked.topk or DEFAULT_TOPK
         session.take_queries(len(asked.queries))
+        started = time.monotonic()
         try:
             found = await self._retriever.search(asked.queries, k) if asked.queries else []
         except Exception as error:  # a user's retriever may raise anything; only this trajectory ends
             session.fail(error)
             raise ApiError(503, "the search failed; the attempt ends") from None
-        session.note_searches(asked.queries, k, found)
+        session.note_searches(asked.queries, k, found, time.monotonic() - started)
         body = format_answer(found, return_scores=bool(asked.return_scores))
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 

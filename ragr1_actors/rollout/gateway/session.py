@@ -22,7 +22,7 @@ import numpy as np
 
 from envs.grammars.calls import ToolSchema, unclosed_thought
 from ragr1_actors.core.content import shifted, text_of
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, one_line
 from ragr1_actors.core.types import (
     MALFORMED,
     Completion,
@@ -141,6 +141,8 @@ class Session:
     _num_refused: int = 0
     _searched: list[ToolCall] = field(default_factory=list)
     """Searches of the conversation with the newest turn, or of the first one before that."""
+    _newest: _Conversation | None = None
+    """Conversation with the newest turn."""
     _num_queries: int = 0
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -220,6 +222,10 @@ class Session:
         )
         num_said = len(conversation.said)
         try:
+            self.chat.parser(request.tools)
+        except (TypeError, AttributeError) as error:  # of a schema such as {"properties": null}
+            raise ApiError(400, f"tools: {one_line(error)}; expected JSON schemas as parameters") from None
+        try:
             if not num_said:
                 recorder.restart(in_front(request.messages), reading)
                 has_room = recorder.room > 0
@@ -239,7 +245,7 @@ class Session:
         reply, action = self._read(turn, request, num_prompt_tokens)
         calls = tuple(ToolCall(call.name, dict(call.arguments)) for call in reply.calls)
         conversation.turn, conversation.call_ids = (action, calls), reply.call_ids
-        self._searched = conversation.searched
+        self._searched, self._newest = conversation.searched, conversation
         conversation.said = (*request.said, said("assistant", reply.content, reply.calls))
         return reply
 
@@ -272,10 +278,16 @@ class Session:
             raise ApiError(429, f"an attempt may search with {MAX_QUERIES} queries; {self._num_queries} are used")
         self._num_queries += number
 
-    def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]]) -> None:
+    def note_searches(
+        self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]], took_s: float = 0.0
+    ) -> None:
         """Record searches of the agent with its newest turn, or with the first one if there is none yet."""
         for query, records in zip(queries, found, strict=True):
-            self._searched.append(ToolCall(RETRIEVE, {"query": query, "k": k}, records=tuple(records)))
+            call = ToolCall(RETRIEVE, {"query": query, "k": k}, "", tuple(records), latency_s=took_s, waited_s=took_s)
+            self._searched.append(call)
+        times = {"time/retrieval_s": took_s * len(queries), "time/retrieval_waited_s": took_s}
+        for name, seconds in times.items() if queries else ():
+            self.counts[name] = self.counts.get(name, 0.0) + seconds
 
     def fail(self, error: Exception) -> None:
         """End the session with an error of the infrastructure, or of an agent that floods."""
@@ -292,14 +304,15 @@ class Session:
             self.release(conversation.recorder.trajectory_id)
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "", output: str = "") -> Trajectory:
-        """Return the recorded trajectory: the rows of all conversations, one conversation after another.
+        """Return the recorded trajectory: the rows of all conversations, that with the newest turn last.
 
         ``output`` is the agent's output, or its error: it is kept as the result of a call ``agent`` in the last turn.
         """
         for conversation in self._conversations:
             conversation.end_turn()
         left = tuple(call for one in self._conversations for call in one.searched)
-        recorders = [one.recorder for one in self._conversations] or [self.new_recorder()]
+        conversations = sorted(self._conversations, key=lambda one: one is self._newest)
+        recorders = [one.recorder for one in conversations] or [self.new_recorder()]
         recorders = [one for one in recorders if one.turns] or recorders[:1]
         ended = _joined([one.trajectory(task, stop_reason, answer=self.answer or "", error=error) for one in recorders])
         if ended.turns:
