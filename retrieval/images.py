@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from ragr1_actors.core.content import Image
-from ragr1_actors.core.disk.files import write_folder
+from ragr1_actors.core.disk.files import stamp_of, write_folder
 from ragr1_actors.core.disk.json_files import read_json_as, write_json
 from ragr1_actors.core.errors import ConfigError, DataError, one_line
 from ragr1_actors.core.images import MAX_PIXELS, decoded, encoded, read_image
@@ -245,12 +245,17 @@ class ImageRetriever:
         return self._index.names, vectors
 
 
-@lru_cache(256)  # the same pages are found again and again, and a check decodes them
 def _read(path: Path) -> Image:
     try:
-        return read_image(path.read_bytes(), str(path))
+        return _read_version(path, stamp_of(path))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {one_line(error)}") from error
+
+
+@lru_cache(256)  # the same pages are found again and again, and a check decodes them
+def _read_version(path: Path, stamp: tuple[int, int]) -> Image:
+    """Read an image; another folder may have taken the place of the one in which it was read before."""
+    return read_image(path.read_bytes(), str(path))
 
 
 def _caption(path: Path) -> str:

@@ -170,6 +170,46 @@ async def test_an_answer_without_end_is_cut_off() -> None:
             await http(url, max_retries=0).search(["a"], 1)
 
 
+async def test_an_answer_that_is_too_large_is_asked_for_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrieval.http.retriever.MAX_ANSWER_BYTES", 4000)
+    queries = [f"{n} " + "x" * 500 for n in range(12)]
+    async with RetrievalServer(Echo(), port=0) as server:
+        found = await http(server.url, max_retries=0).search(queries, 1)
+        assert [hits[0].text for hits in found] == queries
+        with pytest.raises(RetrievalError, match="the answer is larger than"):
+            await http(server.url, max_retries=0).search(["y" * 3000], 3)
+
+
+async def test_a_batch_is_one_round_of_requests_each_with_its_time_out() -> None:
+    num_at_once, at_once = 0, []
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal num_at_once
+        num_at_once += 1
+        at_once.append(num_at_once)
+        await asyncio.sleep(0.02)
+        num_at_once -= 1
+        return web.json_response({"result": [[{"id": "a", "contents": "a"}]]})
+
+    async with stub_server(slow) as url:
+        retriever = http(url, max_queries_per_request=1, max_concurrent_requests=4, timeout_s=1, max_retries=0)
+        found = await asyncio.gather(*[retriever.search([f"q{n}"], 1) for n in range(240)])  # 60 rounds: 1.2 s and more
+    assert all(hits[0][0].text == "a" for hits in found)
+    assert max(at_once) <= 4
+
+
+async def test_an_address_keeps_its_parameters() -> None:
+    paths: list[str] = []
+
+    async def noted(request: web.Request) -> web.Response:
+        paths.append(request.path_qs)
+        return web.json_response({"result": [[]]})
+
+    async with stub_server(noted) as url:
+        await http(f"{url}/?api=2").search(["a"], 1)
+    assert paths == ["/retrieve?api=2"]
+
+
 async def test_only_the_query_that_causes_a_refusal_is_refused() -> None:
     echo = Echo()
     async with RetrievalServer(echo, port=0) as server:
@@ -322,6 +362,14 @@ async def test_another_server_answers_for_one_that_is_gone() -> None:
         found = await asyncio.gather(*[retriever.search([f"q{n}"], 1) for n in range(20)])
         assert [hits[0][0].text for hits in found] == [f"q{n}" for n in range(20)]
         await retriever.wait_for_room()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_another_server_answers_for_one_that_is_configured_wrong(status: int) -> None:
+    async with stub_server(always({"detail": "no"}, status)) as wrong, RetrievalServer(Echo(), port=0) as server:
+        retriever = http([wrong, server.url])
+        for n in range(20):
+            assert (await retriever.search([f"q{n}"], 1))[0][0].text == f"q{n}"
 
 
 def test_one_retriever_serves_one_loop_after_another_and_leaves_nothing_open() -> None:

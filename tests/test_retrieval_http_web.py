@@ -317,6 +317,17 @@ async def test_the_rate_holds_over_concurrent_callers() -> None:
     assert api.times[-1] - started >= 9 / 50 - 0.001
 
 
+async def test_searches_and_pages_share_the_limits_of_an_api() -> None:
+    api = Wiki()
+    async with stub_server(api.answer) as url:
+        retriever = web_retriever(url, **{**WIKI, "page": PAGE}, rate_per_s=50)
+        started = time.monotonic()
+        searches = [retriever.search([f"q{n}"], 1) for n in range(5)]
+        await asyncio.gather(*searches, *[retriever.open_pages([f"Page {n}"]) for n in range(5)])
+    assert len(api.requests) >= 10
+    assert time.monotonic() - started >= (len(api.requests) - 1) / 50 - 0.001
+
+
 def test_one_retriever_serves_one_loop_after_another() -> None:
     made: list[WebRetriever] = []
 

@@ -140,6 +140,20 @@ def test_pages_are_not_written_over_and_take_no_options_of_passages(model: Path,
     assert isinstance(refused.exception, UserError) and "got pages, which take only --corpus" in str(refused.exception)
 
 
+async def test_a_page_that_was_replaced_is_read_again(model: Path, tmp_path: Path) -> None:
+    vectors = []
+    for colour in ("red", "blue"):
+        pages, out = tmp_path / "pages", tmp_path / "index"
+        shutil.rmtree(out, ignore_errors=True)
+        pages.mkdir(exist_ok=True)
+        PIL.Image.new("RGB", (8, 8), colour).save(pages / "page.png")
+        invoke("index", "build", "--corpus", str(pages), "--out", str(out), "--encoder", str(model))
+        ((found,),) = await ImageRetriever({"folder": str(out)}).search(["red"], 1)
+        assert found.image == read_image((pages / "page.png").read_bytes(), "page")
+        vectors.append(np.load(out / "vectors.npy"))
+    assert not np.allclose(*vectors)
+
+
 async def test_an_index_is_searched_from_another_folder(
     model: Path, pages: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

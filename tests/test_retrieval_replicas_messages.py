@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.rpc import decode, encode
+from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
 from retrieval.replicas.batching import ClientLoad
 from retrieval.replicas.client import unpack
@@ -54,6 +55,15 @@ def test_shards_merge_to_what_one_index_would_answer(rows: list[tuple[float, boo
         pack([found], "v1", np.array([found_rows], np.int64)) for found, found_rows in (answer(left), answer(right))
     ]
     assert unpack(parts, k) == [answer(everything)[0][:k]]
+
+
+def test_shards_of_two_indexes_are_not_merged() -> None:
+    parts = [
+        pack([hits((row, 1.0))[0]], version, np.array([hits((row, 1.0))[1]], np.int64))
+        for row, version in ((1, "a"), (2, "b"))
+    ]
+    with pytest.raises(RetrievalError, match="the shards have the indexes a and b; start the run again"):
+        unpack(parts, 1)
 
 
 def test_a_passage_that_many_queries_found_hardly_adds_to_a_message_and_text_is_compressed() -> None:

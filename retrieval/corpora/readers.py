@@ -343,7 +343,7 @@ def _kind(file: BinaryIO, path: Path, corpus_format: str) -> str:
     if corpus_format == "auto" and (suffix == ".tsv" or is_header):
         return "table"
     record = None
-    if text.startswith("{"):
+    if text.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
             record = decode_json(text)
     # In HotpotQA's single object a passage called "text" maps to a list, so it is not a record either.

@@ -38,7 +38,7 @@ from ragr1_actors.core.images import read_data_url
 from ragr1_actors.core.section import Section
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise
-from retrieval.replicas.batching import PoolArguments, PooledRetriever, Refusal
+from retrieval.replicas.batching import MAX_BATCH, PoolArguments, PooledRetriever, Refusal
 
 BUSY_TRIES = 5
 """Number of requests to a busy server that has no second one beside it."""
@@ -107,11 +107,13 @@ class HttpRetriever:
                 headers={"Authorization": f"Bearer {token}"} if token else {},
                 max_queries=settings.max_queries_per_request,
                 version=self._version,
-                busy_tries=1 if len(endpoints) > 1 else BUSY_TRIES,  # another server may be idle
+                is_alone=len(endpoints) == 1,
             )
             for url in endpoints
         }
-        pool = PoolArguments(settings.timeout_s, settings.max_retries, settings.cache_size)
+        # a batch is one round of requests, so that ``timeout_s`` is the limit of each of them
+        max_batch = min(MAX_BATCH, settings.max_queries_per_request * settings.max_concurrent_requests)
+        pool = PoolArguments(settings.timeout_s, settings.max_retries, settings.cache_size, max_batch)
         self._pool = PooledRetriever(replicas, pool)
 
     def __reduce__(self) -> tuple[type[HttpRetriever], tuple[Any, ...]]:
@@ -155,8 +157,8 @@ class HttpReplica:
     """Limit of queries per request."""
     version: str
     """Version of the index if the server does not report one."""
-    busy_tries: int
-    """Number of requests while the server answers that it is busy."""
+    is_alone: bool
+    """Whether there is no other server, which may be idle, or configured right."""
 
     async def answer_batch(self, queries: list[str], k: int) -> list[Hits | Refusal]:
         """Search, with as many requests as ``max_queries`` demands.
@@ -185,22 +187,30 @@ class HttpReplica:
         try:
             await self._post(["ping"], 1)
         except StatusError as error:
-            if not error.is_refusal:
+            if not self._refuses(error):
                 raise
 
+    def _refuses(self, error: StatusError) -> bool:
+        """Return whether no server would answer: another one may take the token or the path that this one does not."""
+        return error.is_refusal and (self.is_alone or error.status in _ABOUT_QUERIES)
+
     async def _search(self, queries: list[str], k: int) -> list[Hits | Refusal]:
-        retrying = retry(is_busy, attempts=self.busy_tries, longest_pause_s=LONGEST_PAUSE_S)
+        retrying = retry(is_busy, attempts=BUSY_TRIES if self.is_alone else 1, longest_pause_s=LONGEST_PAUSE_S)
         try:
             content: bytes = await retrying(self._post, queries, k)
-        except StatusError as error:
-            if not error.is_refusal:
+        except TooLargeError:
+            if len(queries) == 1:
                 raise
-            if error.status in _ABOUT_QUERIES and len(queries) > 1:  # halve, until only the wrong query is refused
-                half = len(queries) // 2
-                return await self._search(queries[:half], k) + await self._search(queries[half:], k)
-            return [Refusal(str(error))] * len(queries)
-        answer = self.client.read_json(content, self.url)
-        return [*_parse_answer(answer, self.client.name_of(self.url), len(queries), k, self.version)]
+        except StatusError as error:
+            if not self._refuses(error):
+                raise
+            if len(queries) == 1 or error.status not in _ABOUT_QUERIES:
+                return [Refusal(str(error))] * len(queries)
+        else:
+            answer = self.client.read_json(content, self.url)
+            return [*_parse_answer(answer, self.client.name_of(self.url), len(queries), k, self.version)]
+        half = len(queries) // 2  # until only the wrong query is refused, or each answer is small enough
+        return await self._search(queries[:half], k) + await self._search(queries[half:], k)
 
     async def _post(self, queries: list[str], k: int) -> bytes:
         body = {"queries": queries, "topk": k, "return_scores": True}
@@ -209,7 +219,7 @@ class HttpReplica:
 
 def _endpoint(url: str) -> URL:
     parsed = check_url(url)
-    return parsed.with_path("/retrieve") if parsed.path in ("", "/") else parsed
+    return parsed.with_path("/retrieve", keep_query=True) if parsed.path in ("", "/") else parsed
 
 
 def _parse_answer(answer: Any, server: str, num_queries: int, k: int, version: str) -> list[Hits]:
@@ -375,7 +385,7 @@ async def _read_body(response: aiohttp.ClientResponse, server: str) -> bytes:
     async for chunk in response.content.iter_chunked(2**16):
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
-            raise RetrievalError(f"{server}: the answer is larger than {MAX_ANSWER_BYTES // 2**20} MiB")
+            raise TooLargeError(f"{server}: the answer is larger than {MAX_ANSWER_BYTES // 2**20} MiB")
     return bytes(body)
 
 
@@ -386,6 +396,10 @@ def _parse_retry_after(value: str) -> float:
     with contextlib.suppress(ValueError):
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     return 0.0
+
+
+class TooLargeError(RetrievalError):
+    """Answer of a server that is not read, because it is too large."""
 
 
 class StatusError(RetrievalError):

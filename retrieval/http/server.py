@@ -166,7 +166,9 @@ class RetrievalServer(HttpServer):
         )
         self._thread = SearchThread(retriever) if isinstance(retriever, LocalRetriever) else None
         # One replica, so that neither an index nor a model is used twice at the same time.
-        pool = PooledRetriever({"thread": self._thread}, PoolArguments(max_retries=1)) if self._thread else None
+        # A batch that takes long goes on, and the next would wait behind it; /healthz tells whether it hangs.
+        limits_of_pool = PoolArguments(timeout_s=math.inf, max_retries=1)
+        pool = PooledRetriever({"thread": self._thread}, limits_of_pool) if self._thread else None
         self._retriever: Retriever = pool or retriever
         self._probing = asyncio.Lock()
         self._num_probes = 0

@@ -125,8 +125,13 @@ class WebRetriever:
         self._key = settings.key_prefix + key if key else ""
         self._client = HttpClient(max_connections=settings.max_concurrent_requests, secret=key)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._shares: WebRetriever = self
+        """Retriever whose limits hold for the requests of this one, too."""
         self._request("", 1)  # raises now if ``query_param`` does not fit ``params``
         self._pages = WebRetriever({**options, "page": {}, **settings.page}) if settings.page else self
+        limits = {"rate_per_s", "max_concurrent_requests"}
+        if self._pages._url.host == self._url.host and limits.isdisjoint(settings.page):
+            self._pages._shares = self  # one API counts searches and pages together
 
     def __reduce__(self) -> tuple[type[WebRetriever], tuple[Any, ...]]:
         """Pickle as the arguments of the constructor."""
@@ -173,6 +178,9 @@ class WebRetriever:
             self._in_flight: dict[tuple[str, int], asyncio.Task[Hits]] = {}
             self._slots = asyncio.Semaphore(self._options.max_concurrent_requests)
             self._rate_limit = RateLimit(self._options.rate_per_s)
+            if self._shares is not self:
+                self._shares._bind()
+                self._slots, self._rate_limit = self._shares._slots, self._shares._rate_limit
 
     async def _search_one(self, query: str, k: int) -> Hits:
         if not query:

@@ -71,6 +71,8 @@ class PoolArguments:
     """Number of attempts after the first one."""
     cache_size: int = 0
     """Number of answers kept; 0 turns the cache off."""
+    max_batch: int = MAX_BATCH
+    """Limit of queries that a replica is given at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ class Batcher(Generic[A]):
         # A further batch would wait at the replica, where it cannot grow or go to another replica.
         self._max_batches = 2 if has_stages else 1
         self._timeout_s, self._max_retries = settings.timeout_s, settings.max_retries
+        self._max_batch = settings.max_batch
         self._replicas = dict(replicas)
         self._random = random.Random(seed)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -258,7 +261,7 @@ class Batcher(Generic[A]):
         share = max(MIN_SHARE, -(-len(self._queue) // (1 + num_idle)))  # the chosen replica no longer counts as idle
         if self._has_stages and share >= HALVE_FROM:
             share = -(-share // 2)
-        queue, size = self._queue, min(share, MAX_BATCH)
+        queue, size = self._queue, min(share, self._max_batch)
         batch = [queue.popleft()]
         k = batch[0].k
         others: list[_Waiting[A]] = []

@@ -267,7 +267,9 @@ def unpack(shards: Sequence[PackedHits], k: int | None) -> list[Hits]:
     If ``k`` is None, return all hits of one shard in their order.
     """
     parts = [decode(CODEC.decompress(shard.data, shard.num_bytes, asbytes=True)) for shard in shards]
-    version = shards[0].index_version
+    version, *others = {shard.index_version: None for shard in shards}
+    if others:
+        raise RetrievalError(f"the shards have the indexes {version} and {', '.join(others)}; start the run again")
     answers = []
     for lists in zip(*parts, strict=True):
         found = lists[0] if len(lists) == 1 else heapq.merge(*lists, key=lambda fields: (-fields[-1], fields[0]))
