@@ -18,9 +18,7 @@ from retrieval.indexes.manifest import BM25, HYBRID, INDEX_TYPES
 from retrieval.indexes.vector_index import VectorIndex
 
 COUNT, DIMENSION = 20_000, 128
-STOP_WORDS = tuple(
-    ["the", "and", "of", "in", "a", "to", "was", "is", "for", "on", "as", "by", "with", "from", "at", "it", "an"]
-)
+STOP_WORDS = ("the", "and", "of", "in", "a", "to", "was", "is", "for", "on", "as", "by", "with", "from", "at", "it")
 OPTIONS: dict[str, dict[str, Any]] = {
     "ivf": {"num_lists": 16},  # as many vectors in a list as in one of 21 million
     "ivf_pq": {"num_lists": 16},
@@ -29,14 +27,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def passages() -> Iterator[Passage]:
-    """100 words each, as English has them: 54 different ones and 46 stop words, 17 of them different; 600 letters."""
-    rng, stops = (
-        random.Random(0),
-        ["the", "and", "of", "in", "a", "to", "was", "is", "for", "on", "as", "by", "with", "from", "at", "it", "an"],
-    )
+    """100 words each, as English has them: 54 different ones and 46 stop words, 16 of them different; 600 letters."""
+    rng = random.Random(0)
     words = ["".join(rng.choices("bdfgklmnprtvz", k=7)) for _ in range(4000)]
     for number in range(COUNT):
-        yield Passage(f"{number:08}", "Some place", " ".join([*stops, *rng.sample(words, 54), *["and"] * 29]))
+        yield Passage(f"{number:08}", "Some place", " ".join([*STOP_WORDS, *rng.sample(words, 54), *["and"] * 30]))
 
 
 @pytest.fixture(scope="module")

@@ -278,8 +278,26 @@ async def test_a_bug_in_a_replica_leaves_no_caller_waiting() -> None:
     unraised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unraised.append(context))
     async with asyncio.timeout(60):
-        with pytest.raises(RetrievalError, match="abandoned"):
+        with pytest.raises(RetrievalError, match=r"failed after 3 attempts on 1 of 1 replicas: .*ZeroDivisionError"):
             await batcher(replica).search(["q"], 1)
+        assert (await batcher(replica, FakeReplica()).search(["q"], 1))[0] == answer("q", 1)
+
+
+async def test_an_answer_is_of_one_index_where_a_server_changes_it() -> None:
+    class Server(FakeReplica):
+        version = "old"
+
+        async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+            return [Hits([Passage(self.version, query, query)], index_version=self.version) for query in queries]
+
+    server = Server()
+    pool = batcher(server, cache_size=9)
+    await pool.search(["x"], 1)
+    server.version = "new"
+    found = await pool.search(["x", "z"], 1)
+    assert [(hits[0].id, hits.index_version, hits.is_cached) for hits in found if isinstance(hits, Hits)] == [
+        ("new", "new", False)
+    ] * 2
 
 
 async def test_a_cancelled_caller_takes_no_other_with_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import pytest
@@ -76,6 +77,26 @@ async def test_searches_of_an_agent_have_their_time(
     took_s = found.metrics["time/retrieval_waited_s"]
     assert took_s > 0.04 and found.metrics["time/retrieval_s"] == 2 * took_s
     assert [call.waited_s for call in found.calls if call.tool == "retrieve"] == [took_s, took_s]
+
+
+@pytest.mark.parametrize("answers", [[], None, [[Passage("a", "A", "a", math.nan)]]])
+async def test_a_wrong_answer_of_the_retriever_is_no_failure_of_the_agent(
+    tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch, answers: Any
+) -> None:
+    async def wrong(self: OnePassage, queries: list[str], k: int) -> Any:
+        return answers
+
+    async def agent(task: Task, session: AgentSession) -> str:
+        client = Client(session)
+        await client.ask()
+        status, _ = await client.post("/retrieve", {"queries": ["one"], "topk": 1, "return_scores": True})
+        assert status == 503
+        return "Riga"
+
+    AGENTS["solve"] = agent
+    monkeypatch.setattr(OnePassage, "search", wrong)
+    (found,) = await play(tokenizer, f"{HERE}:solve", {"t/0": ["Hm"]})
+    assert found.stop_reason.is_failure
 
 
 async def test_searches_are_limited_per_attempt(tokenizer: PolicyTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,19 @@ def test_evaluation_is_one_curve_over_iterations_and_over_tokens(tmp_path: Path)
     assert scalars(tmp_path, "sft/learner/loss") == [(700, 1.0)]
 
 
+def test_an_evaluation_beside_training_is_at_the_tokens_of_its_iteration(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path)
+    for iteration in range(1, 7):
+        logger.log("rl", iteration, {"learner/tokens": 100.0})
+    logger.log("rl", 5, {"eval/em": 0.5})  # it ended beside iteration 6
+    logger.close()
+    assert scalars(tmp_path, "by_tokens/eval/em") == [(500, 0.5)]
+    logger = MetricsLogger(tmp_path)  # continues from the checkpoint of iteration 5
+    logger.log("rl", 6, {"learner/tokens": 100.0})
+    logger.close()
+    assert scalars(tmp_path, "by_tokens/eval/em") == [(500, 0.5)]
+
+
 def test_roll_back_forgets_the_iterations_it_repeats(tmp_path: Path) -> None:
     logger = MetricsLogger(tmp_path)
     for iteration in range(1, 4):

@@ -63,9 +63,9 @@ def run(tmp_path: Path) -> Path:
     [
         ("", "checkpoints/step_20/policy"),
         ("checkpoints/step_10", "checkpoints/step_10/policy"),
-        ("checkpoints/best", "checkpoints/best/policy"),
+        ("checkpoints/best", "checkpoints/step_10/policy"),
         ("checkpoints/step_10/policy", "checkpoints/step_10/policy"),
-        ("checkpoints/best/policy", "checkpoints/best/policy"),
+        ("checkpoints/best/policy", "checkpoints/step_10/policy"),
         ("policy_sft", "policy_sft"),
         ("policy", "policy"),
     ],

@@ -131,7 +131,7 @@ class ToolEnv(TextEnv):
         for result in results:
             for name, value in result.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-        if searched := [call for call in calls if call.tool in (SEARCH, OPEN_PAGE) and call.records]:
+        if searched := [call for call in calls if call.tool in (SEARCH, OPEN_PAGE) and call.was_made]:
             metrics |= search_metrics(searched)
         contents = tuple(result.text for result in results)
         self._seen.extend(images_of(*contents))

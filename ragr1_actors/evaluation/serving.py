@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.http import HttpServer, Limits, announce, run_until_signal
 from envs.base import StepResult, TextEnv, reads_calls
+from envs.grammars.calls import ToolSchema
 from ragr1_actors.core.content import PlacedImage, images_of
 from ragr1_actors.core.errors import ConfigError, EngineDeadError, EngineError, RetrievalError, ServiceError, UserError
 from ragr1_actors.core.resolve import raised_at
@@ -148,12 +149,12 @@ class ServedPolicy(EnvRunner):
         recorder = record()
         takes_chat = reads_calls(self._config.environment)
         seen = images_of(*(one.content for one in request.messages)) if takes_chat else []
+        if not takes_chat and request.messages[-1].role != "user":
+            raise ApiError(400, f"messages: the last one is of the {request.messages[-1].role}, expected a question")
+        if not takes_chat and images_of(request.messages[-1].content):
+            raise ApiError(400, "messages: the policy answers a question in text; leave images out")
         env = self._env_class(self._config.environment, replace(self._context, seed=recorder.seed, seen=seen))
         chat = _Conversation(env, request) if takes_chat else None
-        if chat is None and request.messages[-1].role != "user":
-            raise ApiError(400, f"messages: the last one is of the {request.messages[-1].role}, expected a question")
-        if chat is None and images_of(request.messages[-1].content):
-            raise ApiError(400, "messages: the policy answers a question in text; leave images out")
         attempt = EnvAttempt(chat or env, recorder)
         try:
             stop_reason = await attempt.run(task, None)
@@ -186,8 +187,17 @@ class _Conversation(TextEnv):
 
     def __init__(self, env: TextEnv, request: ChatRequest) -> None:
         self._env, self._request = env, request
-        self.tools, self.stop = env.tools, (*env.stop, *request.stop)
         self.text = ""  # of the last turn
+
+    @property
+    def tools(self) -> Sequence[ToolSchema]:  # type: ignore[override]
+        """Tools of the environment, which may set them in ``reset``."""
+        return self._env.tools
+
+    @property
+    def stop(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Stop strings of the environment, which may change them between turns, and of the request."""
+        return (*self._env.stop, *self._request.stop)
 
     async def reset(self, task: Task) -> list[Message]:
         await self._env.reset(task)

@@ -394,14 +394,19 @@ def _find_local(path: Path) -> tuple[RunStore, AnyFolder, str]:
         return store, newest, POLICY_FOLDER
     run_dir = path.absolute().parent.parent  # RUN/checkpoints/step_10, or best
     if (path / POLICY_FOLDER / "config.json").is_file() and (run_dir / CONFIG_FILE).is_file():
-        return RunStore(run_dir), path, POLICY_FOLDER
+        return RunStore(run_dir), _behind_link(path), POLICY_FOLDER
     if (path / "config.json").is_file() and (found := run_of_policy(path)) is not None:
-        folder = path.absolute().parent
-        return (RunStore(found), path, "") if folder == found else (RunStore(found), folder, POLICY_FOLDER)
+        folder, store = path.absolute().parent, RunStore(found)
+        return (store, path, "") if folder == found else (store, _behind_link(folder), POLICY_FOLDER)
     raise RunDirectoryError(
         f"{path} is neither the directory of a run nor a checkpoint of one; give a folder such as runs/mine, "
         "runs/mine/checkpoints/best or runs/mine/policy_sft"
     )
+
+
+def _behind_link(checkpoint: Path) -> Path:
+    """Return the checkpoint that ``best`` names now: a training moves the link."""
+    return checkpoint.resolve() if checkpoint.is_symlink() else checkpoint
 
 
 def keep_trajectories(

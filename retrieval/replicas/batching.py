@@ -17,13 +17,14 @@ retrievers; another one batches queries over encoders if these are separate acto
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from ragr1_actors.core.errors import RetrievalError
+from ragr1_actors.core.errors import RetrievalError, one_line
 from retrieval.base import Hits, Passage
 from retrieval.corpora.text import normalise
 
@@ -39,6 +40,7 @@ ROOM = 2 * MAX_BATCH
 """Number of queries that may wait per replica that is up before ``wait_for_room`` waits."""
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 2.0
 
+_log = logging.getLogger(__name__)
 A = TypeVar("A")
 """Answer to one query: its hits, or its vector."""
 A_co = TypeVar("A_co", covariant=True)
@@ -308,6 +310,9 @@ class Batcher(Generic[A]):
                 cause = self._no_answer(slots)
             except RetrievalError as error:
                 cause = str(error)
+            except Exception as error:  # a replica may fail in any way, and another one may answer
+                _log.exception("%s failed", slots.name)
+                cause = f"{slots.name}: {type(error).__name__}: {one_line(error)}"
             finally:
                 slots.num_batches -= 1
                 slots.num_queries -= len(batch)
@@ -434,7 +439,11 @@ class PooledRetriever:
         cached = set(known)
         missing = [query for query in distinct if query not in known]
         if missing:
+            before = self._version
             known |= await self._ask(missing, k)
+            if cached and self._version != before:  # a server has another index now: an answer is of one
+                known |= await self._ask([query for query in distinct if query in cached], k)
+                cached = set()
         self._num_cached += sum(query in cached for query in clean)
         # calls that ask the same query must not share a list
         return [

@@ -27,7 +27,8 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 from yarl import URL
 
-from cluster.http import HttpServer, Limits, taken_in_time
+from cluster.http import HttpServer, Limits, RequestError, taken_in_time
+from ragr1_actors.core.errors import RetrievalError
 from ragr1_actors.core.types import OnText
 from ragr1_actors.rollout.gateway.messages import (
     ApiError,
@@ -168,7 +169,7 @@ class Gateway(HttpServer):
             session = self._session_of(request)
             try:
                 return await handle(request, session)
-            except ApiError as error:
+            except RequestError as error:
                 session.note_refused(str(error))
                 raise
 
@@ -204,11 +205,13 @@ class Gateway(HttpServer):
         started = time.monotonic()
         try:
             found = await self._retriever.search(asked.queries, k) if asked.queries else []
+            if len(found) != len(asked.queries):
+                raise RetrievalError(f"got {len(found)} answers to {len(asked.queries)} queries")
+            body = format_answer(found, return_scores=bool(asked.return_scores))
         except Exception as error:  # a user's retriever may raise anything; only this trajectory ends
             session.fail(error)
             raise ApiError(503, "the search failed; the attempt ends") from None
         session.note_searches(asked.queries, k, found, time.monotonic() - started)
-        body = format_answer(found, return_scores=bool(asked.return_scores))
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
 

@@ -96,6 +96,8 @@ class MetricsLogger:
         self._events: EventFile | None = None
         self._begun: set[str] = set()
         self._num_tokens = 0.0
+        self._tokens_at: dict[int, float] = {}
+        """Sum of the tokens by iteration: an evaluation is logged when further iterations have ended."""
 
     def log(
         self,
@@ -122,8 +124,9 @@ class MetricsLogger:
         made |= {INCIDENTS: [asdict(incident) for incident in incidents]} if incidents else {}
         self._file.write(_line({"stage": stage, "iteration": iteration, **values, **made}))
         self._file.flush()
-        self._num_tokens += values.get(TOKENS, 0.0) if stage == "rl" else 0.0
-        events.write(stage, iteration, values, int(self._num_tokens))
+        self._count_tokens({"stage": stage, "iteration": iteration, **values})
+        at = self._tokens_at.get(iteration, self._num_tokens) if stage == "rl" else self._num_tokens
+        events.write(stage, iteration, values, int(at))
         self._export(values)
         if self._track:
             self._track(stage, iteration, values)
@@ -156,13 +159,20 @@ class MetricsLogger:
             self._file.close()
             self._rewrite(kept)
             self._file = self._path.open("a", encoding="utf-8")
-        self._num_tokens = math.fsum(row.get(TOKENS, 0.0) for row in kept if row["stage"] == "rl")
+        self._num_tokens, self._tokens_at = 0.0, {}
+        for row in kept:
+            self._count_tokens(row)
         events = self._events or EventFile(self._run_dir, self._settings)
         self._events = events
         self._begun.add(stage)
         if any(row["stage"] == stage for row in rows):
             events.drop(stage, iteration, int(self._num_tokens))
         return events
+
+    def _count_tokens(self, row: Mapping[str, Any]) -> None:
+        if row["stage"] == "rl" and TOKENS in row:
+            self._num_tokens += row[TOKENS]
+            self._tokens_at[row["iteration"]] = self._num_tokens
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
         text = "".join(_line(row) for row in rows)
