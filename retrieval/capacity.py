@@ -151,7 +151,7 @@ def scanned_numbers(vector_type: str, count: int, dimension: int, options: Mappi
     if not vector_type.startswith("ivf"):
         return numbers
     num_lists = values["num_lists"] or int(4 * count**0.5)
-    probes = values["num_probes"] or max(8, num_lists // 16)
+    probes = min(values["num_probes"] or max(8, num_lists // 16), num_lists)
     return numbers * probes / num_lists + num_lists * dimension
 
 

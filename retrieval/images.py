@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -193,7 +194,7 @@ class ImageRetriever:
             raise ConfigError(f"retrieval.options.model: got {self._model_name!r}, expected {expected}")
         if find_code(Path(self._model_name)):
             raise ConfigError(f"retrieval.options.model: {self._model_name} brings code, which is not run")
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[ImageRetriever], tuple[Any, ...]]:
         """Pickle as the arguments of the constructor."""
@@ -205,15 +206,17 @@ class ImageRetriever:
         Raises:
             DataError: the model cannot be loaded, or no file of the folder can be read.
         """
-        async with self._lock:  # the model loads once
-            return await asyncio.to_thread(self.search_batch, queries, k)
+        return await asyncio.to_thread(self.search_batch, queries, k)
 
     def search_batch(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return what ``search`` returns, in this thread."""
+        if k < 1:
+            raise ValueError(f"got k={k}, expected at least 1")
         if not queries:
             return []
-        names, vectors = self._embedded
-        scores = self._model.texts(queries) @ vectors.T
+        with self._lock:  # the model loads once
+            names, vectors = self._embedded
+            scores = self._model.texts(queries) @ vectors.T
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return [
             Hits(self._passage(names[index], float(row[index])) for index in order)

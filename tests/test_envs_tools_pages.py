@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,26 @@ from test_envs_tools import WRITE, call, play, text, tokenizer  # noqa: F401 - a
 
 from envs.base import EnvContext
 from envs.checker import check_tool
+from envs.grammars.calls import GRAMMARS
 from envs.observations import defuse
 from envs.options import ToolOptions
 from envs.tools.base import make_tools
+from envs.tools.env import ToolEnv
 from envs.tools.search import page_text
 from ragr1_actors.core.config import EnvironmentSettings, SamplerConfig
-from ragr1_actors.core.errors import ConfigError
+from ragr1_actors.core.errors import ConfigError, ServiceError
 from ragr1_actors.core.resolve import resolve
 from ragr1_actors.core.schema import groups_to_record_batch, write_trajectories
-from ragr1_actors.core.types import StopReason, TokenKind, Trajectory, TrajectoryGroup
+from ragr1_actors.core.types import (
+    CallRequest,
+    Completion,
+    FinishReason,
+    StopReason,
+    Task,
+    TokenKind,
+    Trajectory,
+    TrajectoryGroup,
+)
 from ragr1_actors.planning.preflight import check_classes
 from ragr1_actors.rollout.engines.base import PolicyTokenizer
 from ragr1_actors.rollout.runners.rollout_fleets import RolloutFleets
@@ -209,3 +221,42 @@ def test_sections_need_a_corpus_with_headings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["open_page", "read_section"])
 async def test_the_tools_pass_their_own_check(name: str) -> None:
     assert not [check.problem for check in await check_tool(name, EnvironmentSettings()) if check.problem]
+
+
+DONE: list[str] = []
+
+
+async def bad(a: int) -> str:
+    """Ask a service.
+
+    Args:
+        a: a number.
+    """
+    raise ServiceError("it does not answer")
+
+
+async def slow(a: int) -> str:
+    """Work for a while.
+
+    Args:
+        a: a number.
+    """
+    try:
+        await asyncio.sleep(0.05)
+    except asyncio.CancelledError:
+        DONE.append("ended")
+        raise
+    DONE.append("after the end of the attempt")
+    return "done"
+
+
+async def test_no_tool_goes_on_after_another_one_has_ended_the_attempt() -> None:
+    settings = EnvironmentSettings(env="tools", tools=[f"{__name__}:bad", f"{__name__}:slow"])
+    env = ToolEnv(settings, EnvContext(OnePassage(), lambda text: [1], parser=GRAMMARS["hermes"].parser))
+    await env.reset(Task("t", "?", ()))
+    turn = GRAMMARS["hermes"].write([CallRequest(name, {"a": 1}) for name in ("bad", "slow")])
+    with pytest.raises(ServiceError):
+        await env.act(Completion([1], [0.0], [0], turn, FinishReason.STOP))
+    env.close()
+    await asyncio.sleep(0.1)
+    assert DONE == ["ended"]

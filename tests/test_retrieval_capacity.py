@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from retrieval.base import Passage
-from retrieval.capacity import index_bytes, vector_bytes
+from retrieval.capacity import index_bytes, scanned_numbers, vector_bytes
 from retrieval.corpora.corpus import write_corpus
 from retrieval.indexes.bm25 import bm25_text, build_bm25
 from retrieval.indexes.manifest import BM25, HYBRID, INDEX_TYPES
@@ -63,6 +63,11 @@ def test_words(text_bytes: tuple[int, int]) -> None:
         vectors = vector_bytes(vector_type, COUNT, DIMENSION, {}, on_gpu=False)
         found = index_bytes(HYBRID, vector_type, COUNT, DIMENSION, {})
         assert found == pytest.approx(vectors + corpus + postings, rel=0.05)
+
+
+def test_no_more_lists_are_read_than_there_are() -> None:
+    few = {"num_lists": 4}
+    assert scanned_numbers("ivf", 100, 1, few) == scanned_numbers("ivf", 100, 1, {**few, "num_probes": 500}) == 104
 
 
 def test_a_gpu_holds_what_is_scanned_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import shutil
@@ -138,6 +139,17 @@ def test_pages_are_not_written_over_and_take_no_options_of_passages(model: Path,
         build_image_index(pages, tmp_path / "index", str(model), {"dpi": 1})
     refused = CliRunner().invoke(app, ["index", "build", "--corpus", str(pages), "--out", "x", "--type", "hnsw"])
     assert isinstance(refused.exception, UserError) and "got pages, which take only --corpus" in str(refused.exception)
+
+
+def test_a_retriever_of_images_searches_in_one_loop_after_another(model: Path, pages: Path) -> None:
+    retriever = ImageRetriever({"folder": str(pages), "model": str(model)})
+
+    async def twice() -> int:
+        return len(await asyncio.gather(*[retriever.search(["red"], 1) for _ in range(2)]))
+
+    assert [asyncio.run(twice()) for _ in range(2)] == [2, 2]
+    with pytest.raises(ValueError, match="got k=0"):
+        retriever.search_batch(["red"], 0)
 
 
 async def test_a_page_that_was_replaced_is_read_again(model: Path, tmp_path: Path) -> None:

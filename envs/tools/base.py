@@ -27,10 +27,10 @@ import inspect
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from envs.base import EnvContext
 from envs.grammars.calls import ToolSchema, own_types
@@ -45,6 +45,9 @@ from ragr1_actors.core.types import CallRequest, EncodeFn, ToolCall
 Arguments = Mapping[str, Any]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """Answer of a tool to one call."""
@@ -57,6 +60,18 @@ class ToolResult:
     """Whether the call was wrong, or the tool raised a ``ToolError``."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counts, such as ``{"duplicate_queries": 1.0}``."""
+
+
+async def all_or_none(*calls: Coroutine[Any, Any, T]) -> list[T]:
+    """Return the results of calls that run at the same time; if one raises, the others are ended before."""
+    running = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*running))
+    except BaseException:
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        raise
 
 
 class Tool(ABC):
@@ -148,7 +163,7 @@ class FunctionTool(Tool):
 
     async def call(self, calls: Sequence[Arguments]) -> list[ToolResult]:
         """Call the function once per call, all at the same time."""
-        return list(await asyncio.gather(*map(self._call, calls)))
+        return await all_or_none(*map(self._call, calls))
 
     async def _call(self, arguments: Arguments) -> ToolResult:
         started_s = time.monotonic()

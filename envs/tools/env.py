@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
@@ -13,7 +12,7 @@ from envs.grammars.tags import Malformed, read_answer
 from envs.measures import Measure
 from envs.options import ToolOptions
 from envs.search import search_metrics
-from envs.tools.base import Tool, ToolResult, wrong_call
+from envs.tools.base import Tool, ToolResult, all_or_none, wrong_call
 from envs.tools.mcp import all_tools
 from ragr1_actors.core.config import DEFAULT_PROMPT, EnvironmentSettings
 from ragr1_actors.core.content import images_of
@@ -107,7 +106,7 @@ class ToolEnv(TextEnv):
         for name in self._tools.keys() - by_tool.keys():
             self._tools[name].abandon()
         answers = [self._call(self._tools[name], [requests[n] for n in numbers]) for name, numbers in by_tool.items()]
-        for numbers, results in zip(by_tool.values(), await asyncio.gather(*answers), strict=True):
+        for numbers, results in zip(by_tool.values(), await all_or_none(*answers), strict=True):
             found |= dict(zip(numbers, results, strict=True))
         return [found[number] for number in range(len(requests))]
 
