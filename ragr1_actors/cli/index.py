@@ -308,10 +308,9 @@ def serve(
         return
     if num_encoders and not num_retrievers:
         raise UserError(f"--encoders: got {num_encoders} with --retrievers 0; add --retrievers 1, or leave it out")
-    num_threads = 1 if num_retrievers else os.cpu_count() or 1  # this process has the machine for itself
     settings = RetrievalSettings(
         num_retrievers=num_retrievers,
-        num_cpus_per_retriever=num_threads,
+        num_cpus_per_retriever=1 if num_retrievers else os.cpu_count() or 1,
         encoders=EncoderActors(num_encoders=num_encoders),
         reranker=reranker,
         options=parse_options(option),
