@@ -342,8 +342,9 @@ for name in ("flat", "hnsw"):
 def test_a_mapped_index_takes_no_private_memory(tmp_path: Path) -> None:
     """In a separate process: 30 MB of vectors are searched in each type, and stay in the page cache."""
     script = """
-import re, sys
+import ctypes, re, sys
 from pathlib import Path
+ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: the heap keeps no buffer that was read and freed
 import numpy as np
 from retrieval.indexes.vector_index import VectorIndex
 from retrieval.indexes.manifest import FileRecord, Shard
