@@ -200,7 +200,7 @@ def wait_for_room(demands: Sequence[Demand], show: Callable[[PlacementPlan], Non
                 is_said = True
     finally:
         remove_placement_group(group)
-    deadline = min(deadline, time.monotonic() + _SETTLE_S)  # Ray has found room, whatever this plan says
+    deadline = min(deadline, time.monotonic() + _SETTLE_S)  # Ray found room; the plan may still miss some
     while place_actors(demands, _nodes(_cluster_status(), free=True)).missing and time.monotonic() < deadline:
         time.sleep(_POLL_S)  # until the nodes report that the group is gone
 

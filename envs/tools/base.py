@@ -63,7 +63,10 @@ class ToolResult:
 
 
 async def all_or_none(*calls: Coroutine[Any, Any, T]) -> list[T]:
-    """Return the results of calls that run at the same time; if one raises, the others are ended before."""
+    """Return the results of calls that run at the same time; if one raises, the others are ended first.
+
+    ``asyncio.TaskGroup`` does the same, but raises an ``ExceptionGroup``, and callers expect the error itself.
+    """
     running = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*running))

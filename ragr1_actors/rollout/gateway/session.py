@@ -222,7 +222,8 @@ class Session:
         )
         num_said = len(conversation.said)
         try:
-            self.chat.parser(request.tools)
+            if request.tools:
+                self.chat.parser(request.tools)  # before a token is sampled
         except (TypeError, AttributeError) as error:  # of a schema such as {"properties": null}
             raise ApiError(400, f"tools: {one_line(error)}; expected JSON schemas as parameters") from None
         try:
@@ -278,9 +279,7 @@ class Session:
             raise ApiError(429, f"an attempt may search with {MAX_QUERIES} queries; {self._num_queries} are used")
         self._num_queries += number
 
-    def note_searches(
-        self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]], took_s: float = 0.0
-    ) -> None:
+    def note_searches(self, queries: Sequence[str], k: int, found: Sequence[Sequence[Record]], took_s: float) -> None:
         """Record searches of the agent with its newest turn, or with the first one if there is none yet."""
         for query, records in zip(queries, found, strict=True):
             call = ToolCall(RETRIEVE, {"query": query, "k": k}, "", tuple(records), latency_s=took_s, waited_s=took_s)
