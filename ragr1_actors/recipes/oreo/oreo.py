@@ -43,7 +43,7 @@ class OreoOptions(PPOOptions):
     @model_validator(mode="after")
     def _are_used(self) -> Self:
         if unused := sorted(self.model_fields_set - {"beta", "vf_lr", "vf_warmup_steps", "vf_clip"}):
-            raise ValueError(f"{', '.join(unused)}: OREO has no ratio, no return and no KL penalty; leave it out")
+            raise ValueError(f"{', '.join(unused)}: OREO has no ratio and no discount; leave it out")
         return self
 
 
