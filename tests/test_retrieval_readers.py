@@ -200,6 +200,10 @@ def test_paragraphs_of_questions_are_kept_once(tmp_path: Path) -> None:
         for context in contexts
     ]
     assert read(tmp_path, json.dumps(of_the_hub)) == expected
+    as_text = [{"_id": "q", "question": "?", "context": json.dumps(context)} for context in contexts]
+    assert read(tmp_path, json.dumps(as_text)) == expected
+    with pytest.raises(DataError, match=r"got the context '\[\[\"Riga.*which is not JSON: Expecting"):
+        read(tmp_path, json.dumps([{"_id": "q", "question": "?", "context": '[["Riga", ["One."]'}]))
     paragraphs = [[{"title": t, "paragraph_text": " ".join(s).replace("  ", " ")} for t, s in c] for c in contexts]
     assert read(tmp_path, lines(*({"paragraphs": item} for item in paragraphs)), "c.jsonl") == expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,8 +16,8 @@ from numpy.typing import NDArray
 from cluster.rpc import decode, encode
 from ragr1_actors.core.errors import RetrievalError
 from retrieval.base import Hits, Passage
-from retrieval.replicas.batching import ClientLoad
-from retrieval.replicas.client import unpack
+from retrieval.replicas.batching import Batcher, ClientLoad, PoolArguments, PooledRetriever
+from retrieval.replicas.client import _RemoteReplica, unpack
 from retrieval.replicas.replica_set import PackedHits, RpcActor, pack
 
 DEPTH = 4
@@ -74,6 +75,27 @@ def test_a_passage_that_many_queries_found_hardly_adds_to_a_message_and_text_is_
     distinct, repeated = packed(np.arange(300).reshape(100, 3)), packed(np.tile(np.arange(3), (100, 1)))
     assert len(distinct.data) > 5 * len(repeated.data)
     assert len(distinct.data) < distinct.num_bytes / 4
+
+
+class _BrokenEncoder:
+    num_calls = 0
+
+    async def answer_batch(self, queries: list[str], k: int) -> list[NDArray[np.float32]]:
+        self.num_calls += 1
+        raise RetrievalError("CUDA out of memory")
+
+    async def ping(self) -> None:
+        pass
+
+
+def test_encoders_that_fail_are_named_and_asked_as_often_as_the_settings_say() -> None:
+    encoder, settings = _BrokenEncoder(), PoolArguments(max_retries=2)
+    replica = _RemoteReplica(["retriever-0.0"], Batcher({"encoder-0": encoder}, settings), None)
+    retriever = PooledRetriever({"retriever-0": replica}, settings)
+    with pytest.raises(RetrievalError, match=r"encoders: search failed after 3 attempts .*: CUDA out of memory"):
+        asyncio.run(retriever.search(["a"], 3))
+    assert encoder.num_calls == 3
+    assert retriever.load().failed_attempts == 0
 
 
 class _Eager(str):

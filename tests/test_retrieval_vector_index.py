@@ -19,7 +19,7 @@ from retrieval_world import hard_vectors
 from ragr1_actors.core.errors import ConfigError, DataError
 from retrieval.indexes.faiss_build import decode_bytes, encode_bytes, sample
 from retrieval.indexes.manifest import INDEX_TYPES, FileRecord, Shard, parse_options
-from retrieval.indexes.ranking import ABSENT
+from retrieval.indexes.ranking import ABSENT, Ranking, merge_rankings
 from retrieval.indexes.vector_index import VectorIndex
 
 COUNT, DIMENSION = 3000, 384
@@ -73,6 +73,24 @@ def test_flat_is_exact_and_the_same_in_any_batch(seed: int, count: int, k: int, 
         assert np.array_equal(alone_scores[0], scores[number])
         if not repeats:
             assert np.array_equal(alone_rows[0], rows[number])
+
+
+def test_flat_returns_the_first_of_many_equal_rows_in_any_batch_and_from_shards() -> None:
+    vectors = np.random.default_rng(0).standard_normal((900, 32)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    equal = np.array([3, *range(120, 150), *range(700, 900)])
+    vectors[equal] = vectors[3]
+    queries = vectors[:16] + np.float32(0.01)
+    whole = VectorIndex.build([vectors], 32)
+    parts = [(start, VectorIndex.build([vectors[start : start + 300]], 32)) for start in (0, 300, 600)]
+    for k in (1, 5, 40):
+        in_batch = whole.search(queries, k, 1)
+        assert in_batch.rows[3].tolist() == equal[:k].tolist()
+        found = [(start, part.search(queries[3:4], k, 1)) for start, part in parts]
+        merged = merge_rankings([Ranking(scores, rows + start) for start, (scores, rows) in found], k)
+        for ranking in (whole.search(queries[3:4], k, 1), merged):
+            assert np.array_equal(ranking.rows[0], in_batch.rows[3])
+            assert np.array_equal(ranking.scores[0], in_batch.scores[3])
 
 
 @pytest.mark.parametrize("name", INDEX_TYPES)

@@ -149,8 +149,13 @@ def _unmarked(paragraph: str) -> str:
 
 
 def _context(record: Record, namer: Namer) -> Iterator[Passage]:
-    """Read a question of HotpotQA or 2Wiki; in the files of the data sets hub its context is two columns."""
+    """Read a question of HotpotQA or 2Wiki; in files of the data sets hub its context is two columns or JSON text."""
     context = record["context"]
+    if isinstance(context, str):
+        try:
+            context = decode_json(context)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"got the context {_shown(context)}, which is not JSON: {error}") from error
     if isinstance(context, dict):
         titles, texts = context.get("title"), context.get("sentences")
         if not isinstance(titles, list) or not isinstance(texts, list) or len(titles) != len(texts):
@@ -181,7 +186,7 @@ SHAPES = {
     ),
     "context": Shape(
         '{"question", "context": [[title, [sentence, ...]], ...]}',
-        lambda r: isinstance(r.get("context"), list | dict),
+        lambda r: isinstance(r.get("context"), list | dict) or str(r.get("context")).startswith("[["),
         _context,
     ),
     "paragraphs": Shape(

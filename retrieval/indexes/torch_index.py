@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ragr1_actors.core.errors import ConfigError, DataError
-from retrieval.indexes.ranking import SPARE, Ranking
+from retrieval.indexes.ranking import Ranking
 
 _MAX_QUERIES = 1024
 """Limit of queries that are searched at once; more are searched in turns."""
@@ -81,12 +81,12 @@ class TorchFlatIndex:
 
     @torch.inference_mode()
     def find(self, queries: NDArray[np.float32], k: int) -> Ranking:
-        """Return the nearest ``k`` rows of each query ``[n, dimension]``, and a few more, in any order.
+        """Return the nearest ``k`` rows of each query ``[n, dimension]``, in any order.
 
         There is at least one query, and ``k`` is from 1 to the number of rows.
         """
         turns = range(0, len(queries), _MAX_QUERIES)
-        found = [self._find(queries[start : start + _MAX_QUERIES], k + SPARE) for start in turns]
+        found = [self._find(queries[start : start + _MAX_QUERIES], k) for start in turns]
         return Ranking(*map(np.concatenate, zip(*found, strict=True)))
 
     def _find(self, queries: NDArray[np.float32], depth: int) -> Ranking:

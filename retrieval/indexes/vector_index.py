@@ -60,6 +60,10 @@ _RESCORED_NUMBERS = 2**20
 """Numbers decoded at once when candidates are scored again: 12 MB for any batch and ``k``."""
 LEAST_CANDIDATES = 64
 """Least number of candidates of a compressed index: on weak clusters 40 lose .0005 of the best 3, and 64 none."""
+_MANY_EQUAL = 1000
+"""Candidates beyond ``k`` of a full scan where a row that was left out of ``SPARE`` may equal the k-th."""
+_ROUNDING = 1e-6
+"""Limit of the difference between scores of the same vectors in products of different sizes."""
 _PRODUCT_FROM = 4
 """Number of queries from which a matrix product beats faiss's scan, which decodes the vectors for each query."""
 _SEARCHED_BY_FAISS = ("ivf", "hnsw", FOREIGN)
@@ -132,6 +136,7 @@ class VectorIndex:
         self.scanner = _make_scanner(index, index_type, options or {})
         """Scanner that keeps the vectors, and finds them unless a GPU does."""
         self._find = self.scanner.find
+        self._is_full_scan = isinstance(self.scanner, _FullScan)
         if device != "cpu" and index_type in GPU_TYPES:
             from retrieval.indexes.torch_index import TorchFlatIndex  # torch takes seconds to import
 
@@ -217,8 +222,8 @@ class VectorIndex:
     def search(self, queries: Floats, k: int, num_threads: int) -> Ranking:
         """Find the ``min(k, count)`` nearest rows of each query.
 
-        ``flat`` finds exactly these, and the answer to a query does not depend on its batch. Other types may miss some;
-        if too few lists were searched, the last rows are absent.
+        ``flat`` finds exactly these, and the answer to a query does not depend on its batch, if at most 1,000 rows are
+        as near as the last. Other types may miss some; if too few lists were searched, the last rows are absent.
 
         Args:
             queries: float32 ``[n, dimension]``, each of length 1.
@@ -233,10 +238,20 @@ class VectorIndex:
         faiss.omp_set_num_threads(num_threads)
         try:
             # torch warns about read-only memory, such as the memory of a message
-            scores, rows = self._find(np.require(queries, np.float32, ["C", "W"]), k)
+            return self._ranked(np.require(queries, np.float32, ["C", "W"]), k, SPARE if self._is_full_scan else 0)
         finally:
             faiss.omp_set_num_threads(before)
-        return best_of(scores, self._named(rows), k)
+
+    def _ranked(self, queries: Floats, k: int, spare: int) -> Ranking:
+        """Order ``k + spare`` candidates; of a full scan, more if a row that is left out may equal the k-th."""
+        depth = min(k + spare, self.count)
+        scores, rows = self._find(queries, depth)
+        best = best_of(scores, self._named(rows), k)
+        if self._is_full_scan and depth < min(k + _MANY_EQUAL, self.count):
+            is_open = (best.scores[:, -1] - scores.min(axis=1) <= _ROUNDING) & queries.any(axis=1)
+            if is_open.any():
+                best.scores[is_open], best.rows[is_open] = self._ranked(queries[is_open], k, _MANY_EQUAL)
+        return best
 
     def blocks(self) -> Iterator[tuple[Rows, Floats]]:
         """Yield all vectors, float32 ``[n, dimension]``, with the row that ``search`` returns for each, ``[n]``."""
@@ -259,7 +274,6 @@ class _FullScan(Scanner):
         self.is_lossless = isinstance(index, faiss.IndexFlat)
 
     def find(self, queries: Floats, k: int) -> Ranking:
-        k = min(k + SPARE, self._index.ntotal)
         if not self.is_lossless and len(queries) < _PRODUCT_FROM:
             return self.rescored(queries, self._index.search(queries, k)[1])
         # This is faster than faiss's product: docs/decisions/retrieval-libraries.md has the figures.

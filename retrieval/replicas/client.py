@@ -35,7 +35,7 @@ from retrieval.base import Hits, Page, Passage
 from retrieval.corpora.corpus import Corpus
 from retrieval.indexes.manifest import Manifest
 from retrieval.indexes.ranking import Ranking, merge_rankings, to_hits
-from retrieval.replicas.batching import Batcher, ClientLoad, PoolArguments, PooledRetriever
+from retrieval.replicas.batching import Batcher, ClientLoad, PoolArguments, PooledRetriever, Refusal
 from retrieval.replicas.replica_set import CODEC, REFRESH_S, PackedHits, RowHits, find_actors
 
 _log = logging.getLogger(__name__)
@@ -229,12 +229,15 @@ class _RemoteReplica:
         self._encoders = encoders
         self._corpus = corpus
 
-    async def answer_batch(self, queries: list[str], k: int) -> list[Hits]:
+    async def answer_batch(self, queries: list[str], k: int) -> Sequence[Hits | Refusal]:
         if k == _OPEN:
             return await self._open(queries)
         vectors = None
         if self._encoders is not None:
-            vectors = np.stack(await self._encoders.ask(queries, 0))
+            try:
+                vectors = np.stack(await self._encoders.ask(queries, 0))
+            except RetrievalError as error:  # all attempts at encoders; another replica would ask the same ones
+                return [Refusal(f"encoders: {error}")] * len(queries)
         if self._corpus is not None:
             corpus, version = self._corpus
             found = [RowHits(*hits) for hits in await self._call("rank_batch", queries, k, vectors)]
