@@ -19,10 +19,12 @@ from recorded_run import record
 from envs.measures import RewardContext
 from envs.search import SearchEnv
 from ragr1_actors.core.config import EnvironmentSettings, ModelSettings, SamplerConfig
+from ragr1_actors.core.content import Image
 from ragr1_actors.core.errors import ConfigError, RetrievalError
 from ragr1_actors.core.types import ChatModel, Message, Sampling, StopReason, Task, Trajectory, TrajectoryGroup
 from ragr1_actors.planning.preflight import check_classes, check_services
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
+from ragr1_actors.rollout.engines import chat_client
 from ragr1_actors.rollout.engines.base import ScriptedEngine
 from ragr1_actors.rollout.engines.chat_client import EngineChat, open_models
 from ragr1_actors.rollout.env_runner import EnvRunner
@@ -181,6 +183,30 @@ async def test_an_engine_draws_with_the_seed_of_the_question() -> None:
     vars(model)["_loaded"] = tokenizer, Noting({"chat/0": ["yes"]}, tokenizer.encode)
     assert await model.chat(QUESTION, Sampling(8, seed=7)) == "yes"
     assert asked == [Sampling(8, seed=7)]
+
+
+async def test_the_images_of_a_conversation_that_is_too_long_do_not_stay_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: set[str] = set()
+
+    class Seeing(ScriptedEngine):
+        def release(self, request_id: str) -> None:
+            held.discard(request_id)
+
+    class Tokenizer(ByteTokenizer):
+        def place(self, prompt_ids: Any, images: Any) -> Any:
+            return []
+
+    monkeypatch.setattr(chat_client, "show_images", lambda engine, request_id, images: held.add(request_id))
+    model = EngineChat(ModelSettings(model="big", engine="transformers", max_context_tokens=128))
+    tokenizer = Tokenizer()
+    vars(model)["_loaded"] = tokenizer, Seeing({"chat/0": ["yes"], "chat/1": ["yes"]}, tokenizer.encode)
+    image = Image(b"", "image/png")
+    assert await model.chat([Message("user", ("Who?", image))], Sampling(8)) == "yes"
+    with pytest.raises(ValueError, match="expected fewer than 128"):
+        await model.chat([Message("user", ("Who?" * 20, image))], Sampling(8))
+    assert not held
 
 
 class Rewriting:

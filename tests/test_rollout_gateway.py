@@ -131,7 +131,8 @@ async def test_a_history_in_another_spelling_goes_on_in_its_row(tokenizer: Polic
         return "Riga"
 
     AGENTS["spelling"] = agent
-    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": [f"<think>\nHm\n</think>\n\n{CALL}", "Riga"]})
+    call = CALL.replace('"Ana"', '"Ana", "k": 3.0')
+    (found,) = await play(tokenizer, f"{HERE}:spelling", {"t/0": [f"<think>\nHm\n</think>\n\n{call}", "Riga"]})
     assert len(found.rows) == 1 and len(found.turns) == 2
 
 
@@ -144,7 +145,7 @@ async def spelling(task: Task, session: AgentSession) -> Any:
 
 
 def respelled(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [call | {"function": call["function"] | {"arguments": '{ "query" :"\\u0041na"}'}} for call in calls]
+    return [call | {"function": call["function"] | {"arguments": '{ "k":3, "query" :"\\u0041na"}'}} for call in calls]
 
 
 @pytest.mark.parametrize(
@@ -575,3 +576,7 @@ async def test_no_result_question_or_answer_of_an_agent_writes_a_control_token(t
     plain, hostile = await play_with("Riga"), await play_with(" ".join(tokenizer.added_texts))
     assert control_of(plain) == control_of(hostile) != []
     assert len(plain.rows) == len(hostile.rows)
+
+
+def test_a_key_is_not_shown() -> None:
+    assert "sk-a" not in repr(AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0))

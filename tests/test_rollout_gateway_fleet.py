@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -107,4 +108,31 @@ def test_a_ray_task_is_an_agent(ray_local: ModuleType, policy_dir: Path) -> None
             for one in group.trajectories:
                 assert one.stop_reason is StopReason.AGENT_FAILED and problem in one.calls[-1].result, one.calls
     finally:
+        fleet.stop()
+
+
+def test_the_deadline_of_a_ray_task_begins_when_it_has_its_cpus(
+    ray_local: ModuleType, policy_dir: Path, tmp_path: Path
+) -> None:
+    def hold(go: Path) -> None:
+        while not go.exists():
+            time.sleep(0.01)
+
+    go, deadline_s = tmp_path / "go", 8
+    most = ray_local.nodes()[0]["Resources"]["CPU"] / 2 + 0.1  # of these, one runs at a time
+    agent = {"ray": f"{__name__}:asks_from_a_task", "num_cpus": most, "deadline_s": deadline_s}
+    fleet = EnvRunnerGroup(config_of(agent), policy_dir, OnePassage())
+    try:
+        fleet.wait_until_ready()
+        holding = ray_local.remote(num_cpus=most)(hold).remote(go)
+        wait_for(lambda: ray_local.available_resources().get("CPU", 0) < most, 60)
+        submit(fleet, request(0))
+        time.sleep(deadline_s + 1)
+        go.touch()
+        (finished,) = drain(fleet)
+        (group,) = groups_from_record_batch(ray_local.get(finished.batch))
+        assert [one.stop_reason for one in group.trajectories] == [StopReason.ANSWERED] * 2, group
+        ray_local.get(holding)
+    finally:
+        go.touch()
         fleet.stop()

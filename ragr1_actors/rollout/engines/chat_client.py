@@ -231,8 +231,6 @@ class EngineChat:
         tokenizer, engine = self._loaded
         request_id = f"chat/{next(self._numbers)}"
         prompt_ids = tokenizer.prompt_ids(messages)
-        if images := images_of(*(message.content for message in messages)):
-            show_images(engine, request_id, tokenizer.place(prompt_ids, images))
         room = min(sampling.max_new_tokens, self._settings.max_context_tokens - len(prompt_ids))
         if room < 1:
             raise ValueError(
@@ -240,6 +238,8 @@ class EngineChat:
                 f"{self._settings.max_context_tokens}; shorten it, or raise its max_context_tokens"
             )
         try:
+            if images := images_of(*(message.content for message in messages)):
+                show_images(engine, request_id, tokenizer.place(prompt_ids, images))
             limited = replace(sampling, max_new_tokens=room)
             completion = await engine.generate(prompt_ids, limited, request_id=request_id)
         except EngineError as error:

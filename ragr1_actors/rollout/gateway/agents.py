@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,8 +93,9 @@ class FunctionAgent:
         """Take ``function(task, session)``."""
         self._function = function
 
-    async def solve(self, task: Task, session: AgentSession) -> Ended:
+    async def solve(self, task: Task, session: AgentSession, begun: asyncio.Event) -> Ended:
         """Return the result of the function."""
+        begun.set()
         try:
             if is_async(self._function):
                 returned = await contained(self._function(task, session))
@@ -115,8 +116,9 @@ class CommandAgent:
         """
         self._command = [sys.executable, *command[1:]] if command[0] == "python" else command
 
-    async def solve(self, task: Task, session: AgentSession) -> Ended:
+    async def solve(self, task: Task, session: AgentSession, begun: asyncio.Event) -> Ended:
         """Return the last line that the program prints."""
+        begun.set()
         question = task.question.replace("\0", "")
         command = [one.replace("{task_id}", task.task_id).replace("{question}", question) for one in self._command]
         if (longest := max(len(one.encode()) for one in (*command, question))) > _MAX_ARGUMENT:
@@ -164,21 +166,27 @@ class RayAgent:
         """Reserve ``num_cpus`` for each call."""
         import ray
 
-        self._function = function
-        self._remote = ray.remote(num_cpus=num_cpus, max_retries=0)(function)
+        def announced(task: Task, session: AgentSession) -> Iterator[Any]:
+            yield None  # it has its CPUs now
+            yield function(task, session)
 
-    async def solve(self, task: Task, session: AgentSession) -> Ended:
+        self._function = function
+        self._remote = ray.remote(num_cpus=num_cpus, max_retries=0)(announced)
+
+    async def solve(self, task: Task, session: AgentSession, begun: asyncio.Event) -> Ended:
         """Return the result of the function."""
         import ray
         from ray.exceptions import RayError, RayTaskError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        call = self._remote.options(scheduling_strategy=here).remote(task, session)
+        items: Any = self._remote.options(scheduling_strategy=here).remote(task, session)
         try:
-            return Ended(answer_of(await asyncio.wrap_future(call.future()), self._function))
+            await (await anext(items))
+            begun.set()
+            return Ended(answer_of(await (await anext(items)), self._function))
         except asyncio.CancelledError:
-            ray.cancel(call, force=True)
+            ray.cancel(items, force=True)
             raise
         except ConfigError as error:
             return Ended(problem=one_line(error))
@@ -189,7 +197,7 @@ class RayAgent:
 
 
 Agent = FunctionAgent | CommandAgent | RayAgent
-"""Agent of a recipe. A cancellation of ``solve`` ends it and everything that it started."""
+"""Agent of a recipe. ``solve`` sets ``begun`` when it runs; a cancellation ends it and everything that it started."""
 
 
 def is_async(function: Function) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Self
 
 from envs.measures import Measure
 from ragr1_actors.core.config import SamplerConfig
-from ragr1_actors.core.errors import ConfigError, EngineError
+from ragr1_actors.core.errors import ConfigError, EngineError, ServiceError
 from ragr1_actors.core.service_settings import AgentSettings
 from ragr1_actors.core.types import StopReason, Task, Trajectory
 from ragr1_actors.rollout.chat_format import ChatFormat
@@ -20,6 +20,8 @@ from ragr1_actors.rollout.gateway.session import FloodError, Session
 from ragr1_actors.rollout.recorder import Fork, Recorder
 from retrieval.base import Retriever
 
+CPU_TIMEOUT_S = 3600.0
+"""Limit in seconds for the wait of an agent that is a Ray task for its CPUs, before its deadline begins."""
 END_TIMEOUT_S = 60.0
 """Limit in seconds for the end of a cancelled agent; longer than a program takes."""
 
@@ -44,6 +46,7 @@ class AgentAttempt:
 
         Raises:
             EngineError: the engine failed in one of its requests.
+            ServiceError: Ray had no CPUs for the agent.
             ConfigError: the agent ended before the policy acted.
         """
         if fork is not None:
@@ -70,9 +73,11 @@ class AgentAttempt:
         deadline_s, session = self._deadline_s, self._session
         async with self._gateway.opened(session) as key:
             given = AgentSession(self._gateway.url, key, session.seed, deadline_s)
-            solving = asyncio.ensure_future(self._agent.solve(task, given))
+            begun = asyncio.Event()
+            solving = asyncio.ensure_future(self._agent.solve(task, given, begun))
+            watched: list[asyncio.Future[Any]] = [solving, session.failed]
             try:
-                watched: list[asyncio.Future[Any]] = [solving, session.failed]
+                await self._wait_for_cpus(begun, watched)
                 await asyncio.wait(watched, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
                 is_late = not any(one.done() for one in watched)
                 is_engine_slow = is_late and session.is_waited_for and not session.has_turns
@@ -96,6 +101,19 @@ class AgentAttempt:
                 )
             problem = str(failure) if failure is not None else f"the agent did not end within {deadline_s:g} s"
             return Ended(problem=problem, output=self._output), is_late
+
+    async def _wait_for_cpus(self, begun: asyncio.Event, watched: Sequence[asyncio.Future[Any]]) -> None:
+        """Return when the agent runs or has ended; a Ray task waits for its CPUs, without a part in the wait."""
+        begins = asyncio.ensure_future(begun.wait())
+        try:
+            await asyncio.wait([*watched, begins], timeout=CPU_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            begins.cancel()
+        if not begun.is_set() and not any(one.done() for one in watched):
+            raise ServiceError(
+                f"Ray had no CPUs for the agent within {CPU_TIMEOUT_S:g} s; lower environment.agent.num_cpus or "
+                "env_runners.max_concurrent_trajectories"
+            )
 
     def trajectory(self, task: Task, stop_reason: StopReason, error: str = "") -> Trajectory:
         """Return the recorded trajectory so far; ``error`` also says why an agent failed."""

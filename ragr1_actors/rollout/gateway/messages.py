@@ -28,7 +28,7 @@ from ragr1_actors.core.images import read_data_url
 from ragr1_actors.core.types import CallRequest, Message
 
 T = TypeVar("T")
-Said = tuple[str, Content, tuple[tuple[str, str], ...]]
+Said = tuple[str, Content, tuple[CallRequest, ...]]
 """Message in the form in which histories are compared: role, content, and name and canonical arguments of each call."""
 Finish = Literal["stop", "length", "tool_calls"]
 CONTEXT_LENGTH = "context_length_exceeded"
@@ -267,10 +267,10 @@ def _said(message: _Message, content: Content) -> Said:
 
 
 def said(role: str, content: Content, calls: Sequence[CallRequest] = ()) -> Said:
-    """Return a message as histories are compared: no thoughts, no outer blanks, and canonical arguments."""
+    """Return a message as histories are compared: no thoughts and no outer blanks; arguments 3 and 3.0 are equal."""
     if role == "assistant":
         content = visible(text_of(content))[1]
-    return role, content, tuple((call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls)
+    return role, content, tuple(calls)
 
 
 def _arguments(call: _Call) -> dict[str, Any]:

@@ -29,8 +29,9 @@ from yarl import URL
 
 from cluster.http import HttpServer, Limits, RequestError, taken_in_time
 from ragr1_actors.core.errors import RetrievalError
-from ragr1_actors.core.types import OnText
+from ragr1_actors.core.types import OnText, StopReason
 from ragr1_actors.rollout.gateway.messages import (
+    CONTEXT_LENGTH,
     ApiError,
     ChatRequest,
     Chunks,
@@ -171,6 +172,8 @@ class Gateway(HttpServer):
                 return await handle(request, session)
             except RequestError as error:
                 session.note_refused(str(error))
+                if isinstance(error, ApiError) and error.code == CONTEXT_LENGTH and session.limit is None:
+                    session.limit = StopReason.CONTEXT_FULL  # its body was too long to be read
                 raise
 
         return handler
