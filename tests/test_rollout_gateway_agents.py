@@ -468,9 +468,8 @@ async def test_a_program_that_does_not_stop_to_print_ends(tmp_path: Path, monkey
     begun = tmp_path / "begun"
     text = f"open({str(begun)!r}, 'w').close()\nwhile True: print('x' * 10_000)\n"
     agent = agents.CommandAgent(program(tmp_path, text))
-    solving = asyncio.create_task(
-        agent.solve(TASK, AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0), asyncio.Event())
-    )
+    session = AgentSession("http://127.0.0.1:9", "sk-a", 0, 1.0)
+    solving = asyncio.create_task(agent.solve(TASK, session, asyncio.Event()))
     await until(begun.exists)
     solving.cancel()
     ended = await solving
