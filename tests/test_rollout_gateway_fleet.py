@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,14 +13,17 @@ from types import ModuleType
 import pytest
 from fakes import OnePassage
 from fleet_world import drain, pids, request, submit
+from gateway_world import play
 from small_world import wait_for
 from test_rollout_gateway_agents import ASKS, HIDES, is_alive
+from tool_templates import write_tool_family
 
 from ragr1_actors.core.config import RunConfig
 from ragr1_actors.core.schema import groups_from_record_batch
 from ragr1_actors.core.types import StopReason, Task
 from ragr1_actors.planning.tiny_policy import make_tiny_policy
-from ragr1_actors.rollout.gateway.agents import AgentSession
+from ragr1_actors.rollout.gateway import attempt
+from ragr1_actors.rollout.gateway.agents import AgentSession, Ended, FunctionAgent
 from ragr1_actors.rollout.runners.env_runner_group import EnvRunnerGroup
 from ragr1_actors.training.algorithm_config import AlgorithmConfig
 
@@ -136,3 +140,37 @@ def test_the_deadline_of_a_ray_task_begins_when_it_has_its_cpus(
     finally:
         go.touch()
         fleet.stop()
+
+
+def stays(task: Task, session: AgentSession) -> None:
+    asks_from_a_task(task, session)
+    time.sleep(1000)
+
+
+def test_a_ray_task_that_passes_its_deadline_is_ended(ray_local: ModuleType, policy_dir: Path) -> None:
+    most = ray_local.nodes()[0]["Resources"]["CPU"] / 2 + 0.1
+    agent = {"ray": f"{__name__}:stays", "num_cpus": most, "deadline_s": 6}  # the second one begins after the first
+    fleet = EnvRunnerGroup(config_of(agent), policy_dir, OnePassage())
+    try:
+        fleet.wait_until_ready()
+        submit(fleet, request(0))
+        (finished,) = drain(fleet)
+        (group,) = groups_from_record_batch(ray_local.get(finished.batch))
+        assert [one.stop_reason for one in group.trajectories] == [StopReason.AGENT_DEADLINE] * 2, group
+        wait_for(lambda: ray_local.available_resources().get("CPU", 0) >= most, 60)
+    finally:
+        fleet.stop()
+
+
+async def test_an_agent_that_gets_no_cpus_is_no_failure_of_its_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def waits(agent: FunctionAgent, task: Task, session: AgentSession, begun: asyncio.Event) -> Ended:
+        await asyncio.Event().wait()
+        return Ended()
+
+    monkeypatch.setattr(FunctionAgent, "solve", waits)
+    monkeypatch.setattr(attempt, "CPU_TIMEOUT_S", 0.05)
+    (found,) = await play(write_tool_family(tmp_path / "policy", "qwen2.5"), f"{__name__}:stays", {})
+    assert found.stop_reason is StopReason.SERVICE_FAILED
+    assert found.error.startswith("Ray had no CPUs for the agent within 0.05 s; lower environment.agent.num_cpus")

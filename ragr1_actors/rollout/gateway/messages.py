@@ -29,7 +29,7 @@ from ragr1_actors.core.types import CallRequest, Message
 
 T = TypeVar("T")
 Said = tuple[str, Content, tuple[CallRequest, ...]]
-"""Message in the form in which histories are compared: role, content, and name and canonical arguments of each call."""
+"""Message in the form in which histories are compared: role, content and calls."""
 Finish = Literal["stop", "length", "tool_calls"]
 CONTEXT_LENGTH = "context_length_exceeded"
 _OVERRIDDEN = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "parallel_tool_calls")
