@@ -140,6 +140,13 @@ def check_call(call: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKED)
+def test_a_submitted_run_has_a_run_directory_that_all_nodes_see(name: str) -> None:
+    for command in commands(read(name)):
+        if "job submit" in command and " train " in command:
+            assert re.search(r"--run-dir (/|s3:)", command), command
+
+
+@pytest.mark.parametrize("name", CHECKED)
 def test_keys_exist(name: str) -> None:
     for match in _KEY.finditer(prose(read(name))):
         section, key = match[0][1:].split(".")
